@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/ and benchmarks/.
+"""Writes the tables of README.md and docs/.
 
     make figures        # a test compares
 
@@ -104,7 +104,6 @@ def pages() -> list[Path]:
     return [
         ROOT / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "benchmarks").glob("*/README.md")),
     ]
 
 

@@ -79,10 +79,10 @@ def is_repeated(step: Step) -> bool:
     Not those of vLLM 0.32 by blocks: it compares with the same random numbers again in the next
     step, which MARS does not.
     """
-    from vllm.v1.worker.gpu.sample import gumbel
+    from vllm_mars.releases import draws_anew
 
     is_greedy = all(not request.sampling.temperature for request in step.requests)
-    return is_greedy or step.strict_method == "standard" or hasattr(gumbel, "spec_step_seed")
+    return is_greedy or step.strict_method == "standard" or draws_anew()
 
 
 def tokens_of(verify: Verify) -> torch.Tensor:

@@ -130,10 +130,10 @@ class Step:
             logprobs_mode: as vLLM's engine option.
         """
         from vllm_mars import MarsConfig, MarsRejectionSamplerV2
-        from vllm_mars.kernels.account.naive import CounterLayout
         from vllm_mars.report.counters import Counters
+        from vllm_mars.report.worker import StepReports
         from vllm_mars.worker.requests_v2 import RequestsV2
-        from vllm_mars.worker.verification import Verification
+        from vllm_mars.worker.terms import EngineTerms
 
         is_mars = isinstance(by, MarsConfig)
         method = self.strict_method if by is None or is_mars else by
@@ -143,11 +143,9 @@ class Step:
             is_drawn = self.draft_logits is not None
             requests = RequestsV2(by, sampler.req_states, is_drawn=is_drawn)
             sampler.logits_processors.append(requests)
-            verification = Verification(
-                by, list(protected), Counters(CounterLayout(self.steps), device)
-            )
-            own = sampler, self.spec_config(method), device, verification, requests
-            verifier = MarsRejectionSamplerV2(*own)
+            reports = StepReports(Counters(self.steps, device), by.logprobs == "sampled")
+            own = EngineTerms(by, list(protected)), reports, requests
+            verifier = MarsRejectionSamplerV2(sampler, self.spec_config(method), device, *own)
         self.enter(sampler)
         if is_mars and is_drawn:
             # These drafts were drawn at the temperature itself.

@@ -36,8 +36,8 @@ RULES = {
 def take_rule(worker, options):
     """Runs in the worker: gives its sampler a rule, which a server is started with."""
     sampler = worker.model_runner.rejection_sampler
-    config = replace(sampler.verification.config, **{**NO_RULE, **options})
-    sampler.verification.config = sampler.requests._config = config
+    config = replace(sampler.terms.config, **{**NO_RULE, **options})
+    sampler.terms.config = sampler.requests._config = config
 
 
 def measure(model: Path) -> dict[str, dict[str, object]]:

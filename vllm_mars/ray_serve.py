@@ -11,7 +11,6 @@ Options that are not words or numbers are JSON. docs/operating.md has the file f
 """
 
 import contextlib
-import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -28,18 +27,12 @@ from ray.serve.llm.deployment import LLMServer
 from vllm_mars.models.drafts import NGRAM, RECOMMENDED, speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import SERVER_ARGUMENTS, split_speculative_config
+from vllm_mars.releases import require_served_by_ray
 from vllm_mars.servers.provenance import versions
 from vllm_mars.servers.ray_nodes import check_nodes
 from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS
 
-# Ray's replicas import it, long after the application has been accepted.
-_NEEDED = "vllm.entrypoints.launchers.cli_args"
-if importlib.util.find_spec(_NEEDED) is None:
-    raise RuntimeError(
-        f"Ray {ray.__version__} cannot serve vLLM {versions()['vllm']}, which has no {_NEEDED}. "
-        "Ray 2.60 goes with vLLM 0.32, not with 0.33; install vLLM 0.32 on every node, or run "
-        "`vllm serve` for each replica behind a load balancer."
-    )
+require_served_by_ray(versions()["vllm"])
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = speculative_config(NGRAM, 4, **RECOMMENDED)

@@ -202,7 +202,7 @@ def add_log_ratios(
     slots: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Makes the log p of sampled tokens log m, as `verification.of_sampled` says it.
+    """Makes the log p of sampled tokens log m, as `naive.of_sampled` says it.
 
     Args:
         logprobs: float32 `[num_rows, columns]`, added into.

@@ -205,3 +205,23 @@ def write_down(
         counts[layout.drift_up] += drift_up
         counts[layout.drift_down] += drift_down
     return num_relaxed, lost
+
+
+def log_ratios(table: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """log m - log p of a step's tokens: 0 of greedy requests, and behind the last token.
+
+    Args:
+        table: float32 `[batch, 2, width]`: see `Account`.
+        temperature: `[batch]`; 0 is greedy.
+    """
+    return table[:, 0].nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
+
+
+def of_sampled(token_ids: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
+    """What is added to logprobs, so that they are log m of the sampled token in every column.
+
+    Args:
+        token_ids: `[rows, columns]`, first the sampled token; the same one may come again.
+        ratios: `[rows]`: see `log_ratios`.
+    """
+    return torch.where(token_ids == token_ids[:, :1], ratios[:, None], 0.0)

@@ -20,13 +20,15 @@ accelerator.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_mars.kernels.verdicts import Verdict
-from vllm_mars.options.config import MarsConfig
+
+if TYPE_CHECKING:
+    from vllm_mars.options.config import MarsConfig
 
 # Spans are numbered from 1; a token closes those of a bit mask.
 MOST_SPANS = 31
@@ -112,7 +114,7 @@ class Sections:
         config: resolved options: `strict_spans` are pairs of ids.
     """
 
-    def __init__(self, config: MarsConfig) -> None:
+    def __init__(self, config: "MarsConfig") -> None:
         self._turns = config.turns
         self.opening = config.opening
         self.thinking_start = -1 if config.thinking_start is None else config.thinking_start

@@ -12,6 +12,7 @@ from benchmarks import figures, kinds, text, text_report
 from engines import NGRAM, engine_in_process
 from vllm_mars.kernels.record import Column
 from vllm_mars.options.config import split_speculative_config
+from vllm_mars.options.requests import options_of
 from vllm_mars.worker.records import record_of
 
 POINT = {"model": "tiny", "draft": "ngram", "max_tokens": 9, "k": 4, "temperature": 1.0}
@@ -258,7 +259,8 @@ def test_a_request_is_as_on_a_server_with_its_bound():
     assert loose.draft_share == bounded.draft_share != 1
 
     def record(server, **own):
-        return record_of(SamplingParams(temperature=1, extra_args=own), server, True, 99)
+        params = SamplingParams(temperature=1, extra_args=own)
+        return record_of(options_of(params, server), params, server, True, 99)
 
     assert record(loose, mars_max_loss=0.02) == record(bounded)
     strict = record(loose, **text.asked("strict"))

@@ -257,7 +257,7 @@ def test_whether_drafts_can_be_cut(monkeypatch, on_cpu, lacks, state, message):
         ("VLLM_PLUGINS", "other,mars", "ok", "vLLM finds the plugin"),
         ("VLLM_MARS_LOCK", "strict", "note", "servers here refuse to be lossy"),
         ("VLLM_MARS_LOCK", "yes", "fault", "VLLM_MARS_LOCK='yes' is not 'strict'"),
-        ("VLLM_MARS_LOCK", "tested", "ok", "VLLM_MARS_LOCK does not say strict: servers here may"),
+        ("VLLM_MARS_LOCK", "", "ok", "VLLM_MARS_LOCK does not say strict: servers here may"),
     ],
 )
 def test_variables(monkeypatch, variable, value, state, message):

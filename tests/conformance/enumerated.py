@@ -371,13 +371,13 @@ class Batch:
         padded[self.is_draft] = torch.tensor(np.array(values)).double().reshape(-1, *size)
         return padded
 
-    def check(self, verification: Any, emitted: list[list[int]], lost: torch.Tensor) -> None:
+    def check(self, reports: Any, emitted: list[list[int]], lost: torch.Tensor) -> None:
         """Each probe gives what it must, and its report is the distribution of what is emitted.
 
-        The verification has seen this batch alone; `lost` is by request, in units.
+        The reports are of this batch alone; `lost` is by request, in units.
         """
         case, wrong, units = self.case, [], lost.numpy()
-        table = verification.returned[0].table[:, 0].double().numpy()
+        table = reports.asked[0].table[:, 0].double().numpy()
         for probe, tokens, ratios, unit in zip(self.probes, emitted, table, units, strict=True):
             told, loss = ratios[: len(probe.tokens)], sum(probe.losses) / UNIT
             is_right = tuple(tokens[: len(told)]) == probe.tokens
@@ -387,7 +387,7 @@ class Batch:
                 wrong.append(f"{probe.path}: {tokens}, {told}, {unit}, not {wanted}")
         assert not wrong, "\n".join([f"{len(wrong)} of {len(table)}, {case}", *wrong[:9]])
         visited, accepted = np.array([(len(p.losses), p.accepted) for p in self.probes]).T
-        counts, layout = verification.counters.device_counts, verification.counters.layout
+        counts, layout = reports.counters.device_counts, reports.counters.layout
         assert counts[layout.lost] == units.sum()
         for of, where in ((visited, layout.verified), (accepted, layout.accepted)):
             wanted = [(of > i).sum() for i in range(case.steps)]

@@ -13,7 +13,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 
 from benchmarks.step_v2 import Request, Step
-from vllm_mars.report.counters import CounterLayout, Counters
+from vllm_mars.report.counters import Counters
 from vllm_mars.worker.requests_v2 import RequestsV2
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def emitted(output) -> list[list[int]]:
 
 def lost_by_ended(requests: RequestsV2, preempted, finished) -> tuple[int, int]:
     """Of requests that leave: how many end, and what these lost."""
-    counters = Counters(CounterLayout(1), CPU)
+    counters = Counters(1, CPU)
     requests.leave(preempted, finished, counters)
     counts, layout = counters.device_counts, counters.layout
     return int(counts[layout.ended].sum()), int(counts[layout.ended_lost].sum())

@@ -53,4 +53,4 @@ def test_v1(monkeypatch, is_drawn, seed, name):
         batch.logits,
         steps_v1.sampling([1.0] * count, output=answers, drafts=batch.paths),
     )
-    batch.check(sampler.verification, steps_v1.emitted(output), lost[slots] - case.lost)
+    batch.check(sampler.reports, steps_v1.emitted(output), lost[slots] - case.lost)

@@ -71,7 +71,7 @@ def check(monkeypatch, batch, logits, acceptable=None):
     if acceptable is not None:
         invalid = grammar_invalid_drafts(given, given.req_ids, acceptable)
     output = sampler(step.logits.clone(), given, step.draft_logits, invalid)
-    batch.check(sampler.verification, emitted(output), lost[step.slots] - case.lost)
+    batch.check(sampler.reports, emitted(output), lost[step.slots] - case.lost)
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])

@@ -3,14 +3,14 @@
 import re
 
 import pytest
-from vllm.v1.worker.gpu.sample import gumbel
 
 import workload
+from vllm_mars.releases import draws_anew
 from workload import draft_model, eagle
 
 pytestmark = pytest.mark.engine
 # What vLLM 0.32's `block` meets again in its next step, later ones and MARS do not.
-BY_BLOCKS = "" if hasattr(gumbel, "spec_step_seed") else "sampled"
+BY_BLOCKS = "" if draws_anew() else "sampled"
 
 
 def run(speculative_config, batches, models, **options):

@@ -53,7 +53,7 @@ def test_the_law_is_the_targets_own(monkeypatch, model, case):
         steps_v1.sampling([1.0] * len(answers), output=answers, drafts=step.drafts),
     )
     slots = requests._slots[: len(answers)]
-    batch.check(sampler.verification, steps_v1.emitted(output), lost[slots])
+    batch.check(sampler.reports, steps_v1.emitted(output), lost[slots])
 
 
 @pytest.mark.usefixtures("mended_kernels")

@@ -7,13 +7,12 @@ import torch
 # take them.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
-from vllm.v1.worker.gpu.sample import gumbel
 
 from benchmarks.kernel_step import Shape, step_of, tokens_of
 from benchmarks.runner_v2 import RunnerV2
 from steps_v2 import Allocated
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.releases import draws_anew
 from vllm_mars.report.counters import Counters
 from vllm_mars.worker import sampler_v2
 
@@ -63,10 +62,10 @@ def test_a_second_load_model_installs_nothing_twice():
     slots, sampling = twice._batch.idx_mapping, twice.sampler.sampling_states
     temperature, seeds = (given[slots] for given in twice.speculator.given)
     assert temperature.tolist() == [0.5] * BATCH
-    if not hasattr(gumbel, "spec_step_seed"):
+    if not draws_anew():
         total = twice.req_states.total_len.gpu[slots].long() + twice.sampled.num_sampled
         assert torch.equal(seeds, sampling.seeds.gpu[slots] ^ (total << 32))
-    counters = sampler.verification.counters
+    counters = sampler.reports.counters
     twice.step(finished=["1"])
     # All before the model was loaded again, and one since.
     assert counters.device_counts[counters.layout.ended].sum() == BATCH + 1
@@ -92,10 +91,10 @@ def test_requests_that_end_are_counted_by_what_they_lost():
     """In one launch, as `Counters.add_ended` counts."""
     runner = runner_of(is_drawn=False)
     lost = [0, 4096, 4097, 40 << 16, 4097]
-    requests, counters = runner.rejection_sampler.requests, Counters(CounterLayout(K), CPU)
+    requests, counters = runner.rejection_sampler.requests, Counters(K, CPU)
     requests.records.lost[runner._batch.idx_mapping] = torch.tensor(lost)
     requests.leave([], ["0", "2", "4", "unknown"], counters)
-    expected = Counters(CounterLayout(K), CPU)
+    expected = Counters(K, CPU)
     expected.add_ended(torch.tensor(lost[::2]))
     assert torch.equal(counters.device_counts, expected.device_counts)
     assert counters.device_counts.sum() > 0
@@ -110,7 +109,7 @@ def test_who_wants_to_know_is_told_and_forgotten():
     requests, places = runner.rejection_sampler.requests, runner._batch.idx_mapping_np
     assert requests.returns(places) == {3: "3"}
     assert requests.returns(places[:3]) == {}
-    requests.leave([], ["3"], Counters(CounterLayout(K), CPU))
+    requests.leave([], ["3"], Counters(K, CPU))
     assert requests.returns(places) == {}
 
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker.gpu.sample import gumbel
 
 from benchmarks.step_v2 import Request, Step
 from steps_v2 import GREEDY, LENGTHS, Allocated, each, emitted, lost_by_ended, params, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
 from vllm_mars.kernels.record import Column
+from vllm_mars.releases import draws_anew
 from vllm_mars.worker import requests_v2
 from vllm_mars.worker.draft_temperature import scale_v2
 from vllm_mars.worker.requests_v2 import RequestsV2
@@ -74,7 +74,7 @@ def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
         assert seen[-1][0][slot] == temperature / 2
 
 
-@pytest.mark.skipif(hasattr(gumbel, "spec_step_seed"), reason="vLLM sees to it itself")
+@pytest.mark.skipif(draws_anew(), reason="vLLM sees to it itself")
 @pytest.mark.parametrize("draft_temperature", [None, 1.0])
 def test_a_draft_is_drawn_with_other_numbers_in_each_step(draft_temperature):
     """Verified by blocks, what stays depends on the numbers of all positions.

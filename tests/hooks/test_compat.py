@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_mars import MarsConfig
+from vllm_mars import MarsConfig, releases
 from vllm_mars.hooks import compat
 from vllm_mars.hooks import patches as hooks
 from vllm_mars.hooks.arguments import take_options
@@ -90,7 +90,7 @@ def test_a_module_whose_hook_would_never_run(monkeypatch):
 @pytest.mark.parametrize("version", ["0.31.9", "0.8.5.post1", "dev"])
 def test_older_and_unreadable_versions_are_refused(version):
     with pytest.raises(RuntimeError, match=f"vLLM {version} is not supported .* 0.32 and 0.33"):
-        compat.check_version(version)
+        releases.check_version(version)
 
 
 def test_a_vllm_that_ray_cannot_serve_is_refused():
@@ -122,7 +122,7 @@ class Model:
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """The warnings of `compat`, each with its arguments filled in."""
+    """The warnings of `releases`, each with its arguments filled in."""
     import vllm.logger
 
     given, init_logger = [], vllm.logger.init_logger
@@ -135,7 +135,7 @@ def warnings(monkeypatch):
     monkeypatch.setattr(
         vllm.logger,
         "init_logger",
-        lambda name: Logger() if name.endswith("engine.compat") else init_logger(name),
+        lambda name: Logger() if name.endswith("vllm_mars.releases") else init_logger(name),
     )
     return given
 
@@ -143,7 +143,7 @@ def warnings(monkeypatch):
 def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warnings):
     import vllm
 
-    compat.check_version("0.33.1.dev3+cpu")
+    releases.check_version("0.33.1.dev3+cpu")
     assert not warnings
     monkeypatch.setattr(vllm, "__version__", version := "0.34.0")
     options = Options()
@@ -153,18 +153,6 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.32 and 0.33); its "
         "interfaces are checked at start, its behaviour is untested."
     ]
-
-
-def test_a_newer_version_may_be_locked_out(monkeypatch, warnings):
-    monkeypatch.setenv("VLLM_MARS_LOCK", "tested")
-    compat.check_version("0.33.1")
-    with pytest.raises(
-        RuntimeError,
-        match=r"vLLM 0.34.0 is newer than the releases that vllm-mars is tested with \(0.32 and "
-        r"0.33\), which VLLM_MARS_LOCK=tested forbids; install one of them, or take 'tested' out",
-    ):
-        compat.check_version("0.34.0")
-    assert not warnings
 
 
 def test_logprobs_of_what_is_served_need_them():

@@ -197,7 +197,7 @@ def test_lock(packaged_model, monkeypatch):
 def test_a_second_owner_is_refused():
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    from vllm_mars.worker.verification import require_own_sampler
+    from vllm_mars.worker.start import require_own_sampler
 
     class Other(RejectionSampler):
         pass

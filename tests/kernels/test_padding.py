@@ -7,7 +7,8 @@ import torch
 # take them.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 
-from benchmarks.kernel_step import Shape, Step
+from benchmarks.kernel_step import Shape, step_of
+from benchmarks.step_v2 import Step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.account.naive import Account
 from vllm_mars.worker.requests_v2 import BatchRows
@@ -29,10 +30,10 @@ def verify(step: Step, size: int):
         size: requests of the batch; what stands behind the step's is of an earlier one.
     """
     verifier = step.verification(CONFIG).func.__self__
-    batch, more = step.batch(verifier.sampler), (size - REQUESTS) * (K + 1)
+    batch, more = step.batch(), (size - REQUESTS) * (K + 1)
     rubbish = torch.randn(more, VOCAB).to(step.logits.dtype)
     logits = torch.cat([step.logits, rubbish])
-    inputs = torch.cat([step.inputs, torch.full((more,), 17, dtype=torch.int32)])
+    inputs = torch.cat([batch.input_ids, torch.full((more,), 17, dtype=torch.int32)])
     pos = torch.cat([batch.positions, torch.full((more,), 9)])
     slots = torch.full((size,), -1)
     slots[:REQUESTS] = batch.idx_mapping
@@ -41,10 +42,10 @@ def verify(step: Step, size: int):
     places = torch.arange(K + 1, dtype=torch.int32).repeat(size)
     rows = BatchRows(inputs, ends, slots, pos, row_slots, places)
     by_slot = verifier.requests.by_slot(verifier.sampler.sampling_states)
-    counts = verifier.verification.counters.device_counts
+    counts = verifier.reports.counters.device_counts
     account = Account(counts, torch.full((size, 2, K + 1), 0.25))
-    given = logits, step.draft_logits, rows, by_slot, step.shape.temperature > 0, account
-    output = verifier.verify(*given)
+    samples = step.requests[0].sampling.temperature > 0
+    output = verifier.verify(logits, step.draft_logits, rows, by_slot, samples, account)
     table = account.table.nan_to_num(7.0)
     assert (table[REQUESTS:] == 0.25).all()
     kept = [verifier.requests.records.table, counts]
@@ -55,7 +56,7 @@ def verify(step: Step, size: int):
 
 @pytest.mark.parametrize(("temperature", "is_drawn"), [(0.0, False), (1.0, False), (1.0, True)])
 def test_slots_of_minus_one_are_not_there(temperature, is_drawn):
-    step = Step(Shape(temperature, is_drawn, REQUESTS, K, VOCAB), torch.device("cpu"))
+    step = step_of(Shape(temperature, is_drawn, REQUESTS, K, VOCAB), torch.device("cpu"))
     alone, filled = verify(step, REQUESTS), verify(step, SIZE)
     for one, other in zip(alone, filled, strict=True):
         assert torch.equal(one, other)

@@ -43,7 +43,7 @@ from vllm_mars.options.requests import (
     in_force,
     options_of,
 )
-from vllm_mars.worker.records import record_of
+from vllm_mars.worker import records
 
 THETA = MarsConfig(theta=0.8)
 PRICE = MarsConfig(price=0.5)
@@ -59,6 +59,10 @@ ANOTHER = "names another rule than this server's; choose"
 
 def params(**extra_args):
     return SamplingParams(temperature=0, extra_args=extra_args or None)
+
+
+def record_of(request, config, *own):
+    return records.record_of(options_of(request, config), request, config, *own)
 
 
 def served_with(config):

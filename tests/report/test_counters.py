@@ -6,7 +6,7 @@ import torch
 
 import steps_v1
 from vllm_mars.options.config import MarsConfig
-from vllm_mars.report.counters import INTERVAL, CounterLayout, Counters
+from vllm_mars.report.counters import INTERVAL, Counters
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-16
@@ -16,7 +16,7 @@ def test_a_step_without_drafts_counts_nothing():
     sampler = steps_v1.mars_sampler(MarsConfig(theta=0.5))
     metadata = steps_v1.metadata_of([[], []])
     sampler(metadata, None, torch.randn(2, 9), steps_v1.sampling([0.0, 0.0]))
-    assert sampler.verification.counters.take_delta() is None
+    assert sampler.reports.counters.take_delta() is None
 
 
 class Clock:
@@ -29,7 +29,7 @@ class Clock:
 
 def test_taken_on_a_cpu_at_once_but_no_more_than_once_an_interval():
     clock = Clock()
-    counters = Counters(CounterLayout(1), CPU, interval=1.0, clock=clock)
+    counters = Counters(1, CPU, interval=1.0, clock=clock)
     taken = []
     for clock.now, flush in ((0.0, False), (0.9, False), (0.9, True), (1.5, False), (2.0, False)):
         counters.device_counts[-1] += 1
@@ -39,7 +39,7 @@ def test_taken_on_a_cpu_at_once_but_no_more_than_once_an_interval():
 
 
 def test_requests_that_ended_are_counted_by_what_they_lost():
-    counters = Counters(CounterLayout(1), CPU)
+    counters = Counters(1, CPU)
     counters.add_ended(torch.tensor([0, 4096, 4097, 40 << 16, 4097]))
     counts = counters.device_counts.tolist()
     assert counts[counters.layout.ended] == [2, 2, *[0] * 8, 1]
@@ -85,7 +85,7 @@ class Accelerator:
 def accelerated(monkeypatch):
     """Counters whose copies wait in an `Accelerator`, that, and their clock."""
     clock = Clock()
-    counters = Counters(CounterLayout(1), CPU, INTERVAL, clock)
+    counters = Counters(1, CPU, INTERVAL, clock)
     device = Accelerator(counters.layout.size)
     monkeypatch.setattr(torch, "Event", lambda _: device)
     counters._on_host = False

@@ -27,11 +27,11 @@ from counts import (
     page_queries,
 )
 from vllm_mars import __version__
-from vllm_mars.kernels.account.naive import BUCKETS, REASONS, CounterLayout
+from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, CounterLayout
 from vllm_mars.models.drafts import NGRAM_CONFIG
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.report import metrics
-from vllm_mars.report.outputs import FIELD
+from vllm_mars.report.carrier import EngineReport, put
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 
@@ -48,7 +48,13 @@ def test_all_series_are_there_before_anything_is_counted():
     assert (
         samples.pop((metrics.INFO, "0", "0.02", "true", "mars_max_loss", "0.02", __version__)) == 1
     )
-    assert len(samples) == 2 * 3 + 1 + len(REASONS) + 4 + len(BUCKETS) + 3
+    entries = [
+        entry
+        for name, counter in COUNTERS.items()
+        if counter.metric and counter.by != "bucket"
+        for entry in COUNTS[getattr(LAYOUT, name)]
+    ]
+    assert len(samples) == len(entries) + len(BUCKETS) + 3
     assert not any(samples.values())
 
 
@@ -171,7 +177,7 @@ def test_vllms_stat_loggers_export_and_log(manager, monkeypatch, aggregate):
 
     loggers = manager(MARS, engine_idxs=[0, 1], aggregate_engine_logging=aggregate)
     stats = SchedulerStats()
-    setattr(stats, FIELD, COUNTS)
+    put(stats, EngineReport(COUNTS, has_more=False))
     for engine in (0, 1, 1):
         loggers.record(stats, None, engine_idx=engine)
     loggers.record(None, None, engine_idx=0)

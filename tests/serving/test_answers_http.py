@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from engines import PET, PET_FORMAT
-from vllm_mars.servers.scrape import fetch
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
@@ -132,27 +131,3 @@ def test_an_answer_tells_what_verification_did(client):
     assert len(check(completion)) == 6
     streamed = list(client.completions.create(**prompts, **wanted, **sampling, **usage))[-1]
     assert ratios(streamed) == close(ratios(completion))
-
-
-def test_the_batch_route_tells_it_of_each_choice(lossy_server):
-    chat = [{"role": "user", "content": "Count: one two three, one two three, one"}]
-    body = {"model": "model", "messages": [chat, chat], "temperature": 0, "max_tokens": 12}
-    answer = post(
-        lossy_server,
-        "/v1/chat/completions/batch",
-        body | {"vllm_xargs": {"mars_return": True}},
-    )
-    one, other = answer["metrics"]["mars"]
-    assert one == other and one["theta"] == 0.3
-
-
-def post(server, path, body):
-    return json.loads(fetch(f"{server.base_url}{path}", 60, body))
-
-
-def test_the_route_of_tokens_tells_it_of_each_choice(lossy_server):
-    own = {"n": 2, "temperature": 1.0, "max_tokens": 9, "extra_args": {"mars_return": True}}
-    body = {"token_ids": [504, 1072, 504, 1072, 504], "sampling_params": own}
-    answer = post(lossy_server, "/inference/v1/generate", body)
-    for choice, told in zip(answer["choices"], answer["metrics"]["mars"], strict=True):
-        assert len(choice["token_ids"]) == len(told["log_ratios"])

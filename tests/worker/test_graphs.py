@@ -22,7 +22,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 
-from benchmarks.kernel_step import Shape, Step
+from benchmarks.kernel_step import Shape, step_of
 from benchmarks.runner_v2 import RunnerV2
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import launch
@@ -126,7 +126,7 @@ class Runner(RunnerV2):
         self.model_state = SimpleNamespace(capture_inner_cudagraphs=lambda: None)
         # A head that gives what it is given, somewhere else.
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden * 1)
-        super().__init__(Step(Shape(*KINDS[kind], BATCH, K, VOCAB), CPU), CONFIG, params)
+        super().__init__(step_of(Shape(*KINDS[kind], BATCH, K, VOCAB), CPU, params), CONFIG)
         self.vllm_config = VllmConfig()
         self.vllm_config.scheduler_config.max_num_seqs = BATCH
         self.vllm_config.compilation_config.cudagraph_capture_sizes = [6, 18]
@@ -174,7 +174,7 @@ class Runner(RunnerV2):
         pos = (states.total_len.gpu[slots].long()[:, None] + offsets).flatten()
         self.input_buffers.input_ids[:rows], self.input_buffers.positions[:rows] = inputs, pos
         ends = np.arange(batch + 1, dtype=np.int32) * (drafts + 1)
-        full = self._step.batch(self.sampler)
+        full = self._step.batch()
         self.given = (
             hidden,
             dataclasses.replace(
@@ -206,7 +206,7 @@ class Runner(RunnerV2):
             states.all_token_ids.gpu[slot, total : total + len(row)] = torch.tensor(row)
             states.total_len.gpu[slot] += len(row)
         sampler = self.rejection_sampler
-        counted = sampler.verification.counters.device_counts
+        counted = sampler.reports.counters.device_counts
         drawn = [each.tolist() for each in sampler.requests.drawn_with] if self.is_drawn else []
         kept = sampler.requests.records.table.tolist(), counted.tolist(), drawn
         return emitted, tokens, self.sampled.num_rejected.tolist(), kept
@@ -246,7 +246,8 @@ def test_a_replay_does_what_a_step_does(runners, kind):
         for runner in both:
             # Those that come have other seeds.
             heat = {"temperature": KINDS[kind][0], "max_tokens": 900}
-            runner._params = [SamplingParams(seed=100 * seed + i, **heat) for i in range(BATCH)]
+            for i, request in enumerate(runner._step.requests):
+                request.sampling = SamplingParams(seed=100 * seed + i, **heat)
         (emitted, *replayed), (_, *plain) = (runner.decode(seed, **step) for runner in both)
         assert replayed == plain
         held.append((emitted, emitted.clone()))

@@ -128,7 +128,7 @@ def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
     for temperatures, relaxed in (([0.0, 0.0], 0), ([0.0, 1.0], 1)):
         sampler = mars_sampler(MarsConfig(theta=0.5))
         sampler(metadata, None, logits.clone(), sampling(temperatures, drafts=[[1], [1]]))
-        counters = sampler.verification.counters
+        counters = sampler.reports.counters
         counts, layout = counters.take_delta(), counters.layout
         assert counts[layout.accepted][0] == 2
         assert counts[layout.relaxed][0] == relaxed
@@ -157,7 +157,7 @@ def test_positions_of_strict_requests_are_not_relaxable(config, own, is_relaxabl
     added = [(place, params, [3, 1], [4]) for place, params in enumerate(asked)]
     sampler.requests.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
     sampler(metadata, None, logits, sampling([0.0, 0.0], drafts=drafts_of(metadata)))
-    counters = sampler.verification.counters
+    counters = sampler.reports.counters
     counts, layout = counters.take_delta(), counters.layout
     (relaxable,) = counts[layout.relaxable]
     assert 0 < relaxable < sum(counts[layout.verified]) if is_relaxable else relaxable == 0
@@ -170,7 +170,7 @@ def test_only_a_price_is_refused(price, draft_probs):
     sampler = mars_sampler(MarsConfig(price=price, strict_opening=0), range(VOCAB))
     meta = sampling(MIXED, drafts=drafts_of(metadata))
     sampler(metadata, probabilities(draft_probs), logits, meta)
-    counters = sampler.verification.counters
+    counters = sampler.reports.counters
     counts, layout = counters.take_delta(), counters.layout
     assert sum(counts[layout.verified]) > 0
     assert any(counts[layout.refused]) == (price > 0)

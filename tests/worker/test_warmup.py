@@ -11,8 +11,9 @@ from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.step import Draws, Sampling, Step
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
 from vllm_mars.kernels.strictness.naive import Sections
-from vllm_mars.report.counters import CounterLayout, Counters
-from vllm_mars.worker.verification import Verification
+from vllm_mars.report.counters import Counters
+from vllm_mars.report.worker import StepReports
+from vllm_mars.worker.terms import EngineTerms
 from vllm_mars.worker.warmup import warm_up
 
 CPU = torch.device("cpu")
@@ -35,8 +36,7 @@ class Engine:
         # As a head leaves them.
         self.draft_logits = torch.zeros((SLOTS, K, vocab), dtype=torch.bfloat16)
         self.rng = np.random.default_rng(vocab)
-        counters = Counters(CounterLayout(K), CPU)
-        self.verification = Verification(config, [2], counters)
+        self.terms, self.reports = EngineTerms(config, [2]), StepReports(Counters(K, CPU))
         self.records = Records.new(SLOTS, CPU)
         self.sections = Sections(config)
         self.ring = new_ring(SLOTS, CPU)
@@ -81,8 +81,8 @@ class Engine:
                 sampling = sampling._replace(draft_logits=self.draft_logits, drawn_at=drawn_at)
             by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
             draws = Draws(sampling, *by_row, self.view(size))
-        account = self.verification.account(batch, CPU, self.returns())
-        fused.verify(step, self.verification.terms(rows), guard, account, draws)
+        account = self.reports.account(batch, CPU, self.returns())
+        fused.verify(step, self.terms.on(rows), guard, account, draws)
 
 
 @pytest.mark.parametrize("vocab", [32_000, 50_257])
@@ -99,7 +99,8 @@ def test_nothing_compiles_while_serving(options, is_drawn, vocab):
     logits = torch.zeros((2, vocab), dtype=torch.bfloat16)
     launched = []
     with without_compiling(lambda name, _: launched.append(name)) as compiled:
-        warm_up(engine.verification, logits, K, engine.draft_logits if is_drawn else None)
+        drafts = engine.draft_logits if is_drawn else None
+        warm_up(engine.terms, engine.reports, logits, drafts)
         warm = len(compiled)
         launched.clear()
         for _ in range(60):

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from vllm_mars.hooks.compat import ADAPTIVE, RELEASES, check_interfaces, check_version
+from vllm_mars.hooks.compat import ADAPTIVE, check_interfaces
 from vllm_mars.kernels.rules import RULES
 from vllm_mars.lab.prompts import load_prompts
 from vllm_mars.options.lock import check_lock, lock_is_on
+from vllm_mars.releases import RELEASES, check_version
 from vllm_mars.requirements import INSTALL_VLLM
 from vllm_mars.servers.provenance import versions
 from vllm_mars.servers.scrape import (

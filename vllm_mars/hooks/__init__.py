@@ -1,1 +1,1 @@
-"""Where MARS enters vLLM, and what it knows of vLLM's releases."""
+"""Where MARS enters vLLM."""

@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.hooks.compat import check_interfaces, check_version
+from vllm_mars.hooks.compat import check_interfaces
 from vllm_mars.hooks.ranks import TravellingOptions
 from vllm_mars.options.config import (
     CONFIG_KEY,
@@ -16,20 +16,13 @@ from vllm_mars.options.config import (
 from vllm_mars.options.lock import check_lock
 from vllm_mars.options.markers import resolve_markers
 from vllm_mars.options.requests import check_options
+from vllm_mars.releases import can_draw, check_version, drafts_first_choices
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
 
-# vLLM's methods whose drafts are drawn by default: token by token, each from a distribution that
-# knows those before it. What `parallel_drafting` draws at once does not, and so a draft fits
-# together less well than that of the first choices; DSpark draws in turn behind it, and of `dflash`
-# the models that choose among candidates.
-_DRAWABLE = ("eagle", "eagle3", "mtp", "draft_model", "dspark")
-_CANDIDATES = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel"}
-# Options beside which they cannot be: vLLM refuses the first, and does not sample by the second.
-_NOT_DRAWN = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
 _PROBABILISTIC = "probabilistic"
 
 
@@ -100,7 +93,7 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
 
     _check_drafts(config, speculative_config)
     named = engine_args.speculative_config
-    is_drawable = _is_drawable(speculative_config)
+    is_drawable = can_draw(speculative_config)
     if is_drawable and not config.rule.outright and "draft_sample_method" not in named:
         # Also in what a second configuration of this engine would be made of.
         named["draft_sample_method"] = speculative_config.draft_sample_method = _PROBABILISTIC
@@ -112,7 +105,7 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
             '"draft_sample_method": "greedy", or drop the option.'
         )
     # vLLM verifies them against logits that nobody has written.
-    if is_drawn and getattr(speculative_config, "is_xpress", bool)():
+    if is_drawn and drafts_first_choices(speculative_config):
         raise ValueError(
             "draft_sample_method='probabilistic' is given, but XPress drafts first choices; drop "
             "the option."
@@ -126,17 +119,6 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
             "sample, at the same loss)"
         )
     init_logger("vllm.vllm_mars.hooks.arguments").info("Drafts are %s.", how)
-
-
-def _is_drawable(speculative_config: "SpeculativeConfig") -> bool:
-    """Whether drafts can be drawn, each token by those before it."""
-    if any(getattr(speculative_config, option) for option in _NOT_DRAWN):
-        return False
-    if speculative_config.method == "dflash":
-        return bool(_CANDIDATES.intersection(speculative_config.draft_model_config.architectures))
-    # DSpark's drafts are parallel, too.
-    in_turn = speculative_config.method == "dspark" or not speculative_config.parallel_drafting
-    return in_turn and speculative_config.method in _DRAWABLE
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:

@@ -1,4 +1,4 @@
-"""Which vLLM is supported, and whether the installed one has what this project hooks into.
+"""Whether the installed vLLM has what this project hooks into.
 
 Looked for is what would be missed late or in silence: a hook that never runs, an override that vLLM
 no longer calls, an argument in another place. Whatever else a release changes fails at start, or in
@@ -8,17 +8,12 @@ no longer calls, an argument in another place. Whatever else a release changes f
 import importlib.util
 import inspect
 import pkgutil
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_mars.hooks.plugin import HOOKS
 from vllm_mars.options.cuda_graph import GRAPH_VARIABLE, graph_is_on
-from vllm_mars.options.lock import LOCK_VARIABLE, lock_is_on
-
-# The oldest and the newest; the tests run on both.
-RELEASES = ("0.32", "0.33")
-_KNOWN = " and ".join(RELEASES)
+from vllm_mars.releases import KNOWN
 
 # The parts of a server that cut drafts on the device, and that capture the verification.
 ADAPTIVE, GRAPH = "adaptive verification", "CUDA graph"
@@ -51,8 +46,6 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             "openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
                 "request, result_generator"
             ),
-            "openai.chat_completion.batch_serving:OpenAIServingChatBatch."
-            "chat_completion_full_generator_batch": "request, generators",
             "openai.completion.serving:OpenAIServingCompletion."
             "request_output_to_completion_response": "final_res_batch, request",
             "openai.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
@@ -60,12 +53,6 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             ),
             "openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools": (
                 "..., sampling_params"
-            ),
-            "scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_full_generator": (
-                "request, result_generator"
-            ),
-            "scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_stream_generator": (
-                "request, result_generator"
             ),
         }.items()
     },
@@ -149,39 +136,6 @@ _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def check_version(version: str) -> None:
-    """Refuses a vLLM that is too old, and warns of one newer than any tested, or locked out.
-
-    Args:
-        version: vLLM's version string, such as "0.32.0" or "0.33.1.dev3+cpu".
-
-    Raises:
-        RuntimeError: the version is below the oldest supported one, or cannot be read; or it is
-            newer than the newest, and the environment forbids that.
-    """
-    oldest, newest = (_numbers(release) for release in RELEASES)
-    if _numbers(version) < oldest:
-        raise RuntimeError(
-            f"vLLM {version} is not supported by vllm-mars, which knows {_KNOWN}; "
-            "install one of them or drop rejection_sample_method 'mars'."
-        )
-    if _numbers(version) > newest:
-        if lock_is_on("tested"):
-            raise RuntimeError(
-                f"vLLM {version} is newer than the releases that vllm-mars is tested with "
-                f"({_KNOWN}), which {LOCK_VARIABLE}=tested forbids; install one of them, or take "
-                f"'tested' out of {LOCK_VARIABLE}."
-            )
-        from vllm.logger import init_logger
-
-        init_logger("vllm.vllm_mars.hooks.compat").warning_once(
-            "vLLM %s is newer than the releases that vllm-mars knows (%s); its interfaces are "
-            "checked at start, its behaviour is untested.",
-            version,
-            _KNOWN,
-        )
-
-
 def check_interfaces(part: str) -> None:
     """Refuses an installed vLLM that lacks what a part of a server needs.
 
@@ -194,7 +148,7 @@ def check_interfaces(part: str) -> None:
     if found := list(_differences(part)):
         import vllm
 
-        way_out = f"Install a vLLM that it knows ({_KNOWN}), look for a newer vllm-mars"
+        way_out = f"Install a vLLM that it knows ({KNOWN}), look for a newer vllm-mars"
         if all(module for _, module in found):
             others = ", ".join(sorted({module for _, module in found}))
             way_out = f"Leave out the plugin that replaces vLLM's own there ({others})"
@@ -275,9 +229,3 @@ def _owner(function: Any) -> str:
     """The module that has put a function in the place of vLLM's; none if it is vLLM's own."""
     module = getattr(function, "__module__", None) or "an unknown module"
     return "" if module.partition(".")[0] == "vllm" else module
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; none where it cannot be read."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, match.groups())) if match else ()

@@ -158,13 +158,12 @@ def patch_responses(module: ModuleType) -> None:
 # the length of a drawn draft alone.
 @_once
 def patch_scheduler(module: ModuleType) -> None:
-    """Passes the workers' counts on, collects what requests want to know, keeps drawn drafts."""
+    """Passes the workers' counts and reports on, keeps drawn drafts."""
     _after(
         module,
         "Scheduler.__init__",
         "vllm_mars.hooks.grammar:keep_forbidden_drafts",
-        "vllm_mars.report.transport:carry_counts",
-        "vllm_mars.report.returned:send_rows",
+        "vllm_mars.report.core:pass_on",
         "vllm_mars.options.prompts:hold_strict",
         needs="engine core",
     )
@@ -174,12 +173,11 @@ def patch_scheduler(module: ModuleType) -> None:
 # Until: as for the scheduler.
 @_once
 def patch_stats(module: ModuleType) -> None:
-    """Gives the classes that cross the processes' border a field or two more."""
-    from vllm_mars.report.transport import REQUEST_FIELD, declare_field, declare_fields
+    """Gives the classes that cross the processes' border a field more."""
+    from vllm_mars.report.carrier import declare_fields
 
     # For decoders, which are made later; without MARS the fields are never set and never sent.
-    declare_fields(module.SchedulerStats)
-    declare_field(module.RequestSpecDecodeMetrics, REQUEST_FIELD, dict[str, Any] | None)
+    declare_fields(module)
 
 
 # Why: an `LLM` stops reading before the step without tokens that brings the last counts. Until: it
@@ -187,7 +185,7 @@ def patch_stats(module: ModuleType) -> None:
 @_once
 def patch_llm_engine(module: ModuleType) -> None:
     """Has an `LLM` read all counts."""
-    _after(module, "LLMEngine.__init__", "vllm_mars.report.transport:read_on")
+    _after(module, "LLMEngine.__init__", "vllm_mars.report.metrics:read_on")
 
 
 # Why: vLLM sends a request's metrics with its last tokens, after a stop string has ended it.
@@ -195,7 +193,7 @@ def patch_llm_engine(module: ModuleType) -> None:
 @_once
 def patch_output_processor(module: ModuleType) -> None:
     """Puts what the steps did to a request together in the front end."""
-    from vllm_mars.report.returned import collect_rows
+    from vllm_mars.report.answers import collect_rows
 
     collect_rows(module.RequestState)
 
@@ -208,7 +206,7 @@ def _tell(module: ModuleType, method: str) -> None:
 
     @wrapt.patch_function_wrapper(module, method)
     def answer_and_tell(*call: Any) -> Any:
-        from vllm_mars.report.returned import tell
+        from vllm_mars.report.answers import tell
 
         return tell(names, *call)
 
@@ -232,23 +230,10 @@ def patch_chat(module: ModuleType) -> None:
 
 
 @_once
-def patch_chat_batch(module: ModuleType) -> None:
-    """Adds the reports to batches of chat completions."""
-    _tell(module, "OpenAIServingChatBatch.chat_completion_full_generator_batch")
-
-
-@_once
 def patch_completions(module: ModuleType) -> None:
     """Adds the reports to completions."""
     _tell(module, "OpenAIServingCompletion.request_output_to_completion_response")
     _tell(module, "OpenAIServingCompletion.completion_stream_generator")
-
-
-@_once
-def patch_generate(module: ModuleType) -> None:
-    """Adds the reports to what /inference/v1/generate answers."""
-    _tell(module, "ServingTokens.serve_tokens_full_generator")
-    _tell(module, "ServingTokens.serve_tokens_stream_generator")
 
 
 # Why: a stat logger plugin of vLLM's own kind would switch statistics on where they are off, and

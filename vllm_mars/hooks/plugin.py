@@ -11,14 +11,8 @@ HOOKS = {
     "vllm.engine.arg_utils": "vllm_mars.hooks.patches:patch_engine_args",
     "vllm.v1.engine.async_llm": "vllm_mars.hooks.patches:patch_async_llm",
     "vllm.entrypoints.openai.chat_completion.serving": "vllm_mars.hooks.patches:patch_chat",
-    "vllm.entrypoints.openai.chat_completion.batch_serving": (
-        "vllm_mars.hooks.patches:patch_chat_batch"
-    ),
     "vllm.entrypoints.openai.completion.serving": "vllm_mars.hooks.patches:patch_completions",
     "vllm.entrypoints.openai.responses.serving": "vllm_mars.hooks.patches:patch_responses",
-    "vllm.entrypoints.scale_out.token_in_token_out.serving": (
-        "vllm_mars.hooks.patches:patch_generate"
-    ),
     "vllm.v1.engine.llm_engine": "vllm_mars.hooks.patches:patch_llm_engine",
     "vllm.v1.engine.output_processor": "vllm_mars.hooks.patches:patch_output_processor",
     "vllm.v1.engine.input_processor": "vllm_mars.hooks.patches:patch_input_processor",

@@ -110,7 +110,7 @@ def question() -> Callable[[Any], tuple[Any, ...]]:
             else None,
             None if sampler is None else f"{kind.__module__}.{kind.__qualname__}",
             None if carrier is None else carrier.config.to_json(),
-            "strict" in os.environ.get(lock, "").split(","),
+            bool(os.environ.get(lock)),
         )
 
     return answer

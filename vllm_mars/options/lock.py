@@ -1,19 +1,13 @@
-"""The lock: a variable of the environment that forbids what an operator does not want on a machine.
-
-It holds words with commas between them: "strict" forbids lossy verification, "tested" a vLLM that
-is newer than those that this package's tests run on.
-"""
+"""The lock: `VLLM_MARS_LOCK=strict` in a machine's environment forbids lossy verification there."""
 
 import os
-from typing import Literal, get_args
 
 LOCK_VARIABLE = "VLLM_MARS_LOCK"
-Lock = Literal["strict", "tested"]
 
 
-def lock_is_on(lock: Lock = "strict") -> bool:
-    """Whether the environment has this lock on this machine."""
-    return lock in os.environ.get(LOCK_VARIABLE, "").split(",")
+def lock_is_on() -> bool:
+    """Whether this machine is locked; so it is by a value that `check_lock` refuses, too."""
+    return bool(os.environ.get(LOCK_VARIABLE))
 
 
 def check_lock(lossy: str | None) -> None:
@@ -27,12 +21,12 @@ def check_lock(lossy: str | None) -> None:
         RuntimeError: the lock is on and the server is lossy.
     """
     given = os.environ.get(LOCK_VARIABLE)
-    if given and not set(given.split(",")) <= set(get_args(Lock)):
+    if given and given != "strict":
         raise ValueError(
-            f"{LOCK_VARIABLE}={given!r} is not 'strict' (nothing lossy), 'tested' (no newer vLLM) "
-            "or 'strict,tested'; unset it to lock nothing."
+            f"{LOCK_VARIABLE}={given!r} is not 'strict', which forbids lossy verification; unset "
+            "it to lock nothing."
         )
-    if lossy is not None and lock_is_on("strict"):
+    if lossy is not None and lock_is_on():
         raise RuntimeError(
             f"{LOCK_VARIABLE}=strict forbids lossy verification, but {lossy}; "
             f"set mars_max_loss to 0, choose another method, or unset {LOCK_VARIABLE}."

@@ -1,7 +1,7 @@
 """What the samplers count: one vector of integers per engine, kept on the device.
 
 The vector only grows. The worker takes its increase off now and then, without waiting for the
-device, and sends it along with a step's output (`vllm_mars.report.outputs`).
+device, and sends it along with a step's output (`vllm_mars.report.worker`).
 """
 
 import time
@@ -22,21 +22,24 @@ class Counters:
     """The vector of one engine on its device, and what has been taken from it.
 
     Args:
-        layout: which entry is what.
+        num_speculative_tokens: K, the longest draft of the engine.
         device: where it is counted.
         interval: seconds between two copies to the host, >= 0; by default `INTERVAL` on an
             accelerator and 0 on a CPU, where nothing is copied.
         clock: gives the time in seconds.
+
+    Attributes:
+        layout: which entry is what.
     """
 
     def __init__(
         self,
-        layout: CounterLayout,
+        num_speculative_tokens: int,
         device: torch.device,
         interval: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.layout = layout
+        self.layout = layout = CounterLayout(num_speculative_tokens)
         self.device = device
         self._on_host = device.type == "cpu"
         if interval is None:

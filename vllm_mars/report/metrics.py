@@ -1,4 +1,4 @@
-"""The counts in the front end: Prometheus metrics beside vLLM's own, and a line in its log.
+"""In the server: the counts as Prometheus metrics beside vLLM's own, and a line in its log.
 
 The metrics are made per engine and with the labels of vLLM's, in the classes that vLLM's stat
 logger uses, so that several API servers add up and every engine has its own series.
@@ -15,8 +15,7 @@ from vllm_mars import __version__
 from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, UNIT, CounterLayout
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
-from vllm_mars.report.outputs import FIELD
-from vllm_mars.report.transport import add_counts
+from vllm_mars.report.carrier import EngineReport, add_counts, found_on
 
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
@@ -267,9 +266,9 @@ def _observe_records(
     def record_and_observe(*args: Any, **kwargs: Any) -> None:
         record(*args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        counts = getattr(given.get("scheduler_stats"), FIELD, None)
+        report: EngineReport | None = found_on(given.get("scheduler_stats"))
         generated = getattr(given.get("iteration_stats"), "num_generation_tokens", 0)
-        observe(counts, generated, given.get("engine_idx", 0))
+        observe(report and report.counts, generated, given.get("engine_idx", 0))
 
     stat_logger.record = record_and_observe
 
@@ -286,3 +285,29 @@ def _logger() -> Any:
     from vllm.logger import init_logger
 
     return init_logger("vllm.vllm_mars.report.metrics")
+
+
+def read_on(engine: Any, _: MarsConfig) -> None:
+    """Makes an `LLM` read what its engine sends until that is idle, so that its metrics are whole.
+
+    Args:
+        engine: vLLM's `LLMEngine`. Its `has_unfinished_requests`, by which an `LLM` reads on, is
+            wrapped, on this instance alone, and so is its client's `get_output`. Not where ranks of
+            data parallelism agree on that.
+    """
+    if engine.vllm_config.parallel_config.data_parallel_size > 1:
+        return
+    client, has_unfinished_requests = engine.engine_core, engine.has_unfinished_requests
+    get_output = client.get_output
+    has_more = False
+
+    def get_and_note() -> Any:
+        nonlocal has_more
+        outputs = get_output()
+        if outputs.scheduler_stats is not None:
+            report: EngineReport | None = found_on(outputs.scheduler_stats)
+            has_more = report is not None and report.has_more
+        return outputs
+
+    client.get_output = get_and_note
+    engine.has_unfinished_requests = lambda: has_unfinished_requests() or has_more

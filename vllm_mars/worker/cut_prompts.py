@@ -1,8 +1,8 @@
-"""Mends a fault of vLLM 0.32.0: on a CPU a seeded prompt in chunks ends the engine.
+"""Mends what ends the engine: on a CPU, a prompt in chunks of a request with a seed.
 
-What was drawn before its prompt is done is taken back by the generator's offset, which a generator
-on a CPU has not. Only a CPU server that asks for MARS is mended. The mend can go when a supported
-vLLM passes `tests/conformance/test_engine_v1.py` without it.
+What was drawn before its prompt is done vLLM takes back by the generator's offset, which a
+generator on a CPU has not. `vllm_mars.releases` says until when, and
+`tests/conformance/test_engine_v1.py` whether it is needed.
 """
 
 from typing import Any

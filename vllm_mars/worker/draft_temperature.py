@@ -15,6 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_mars.options.config import MarsConfig
+from vllm_mars.releases import draws_anew
 
 if TYPE_CHECKING:
     from vllm_mars.worker.requests_v2 import RequestsV2
@@ -70,8 +71,8 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> bool:
     """Lets the speculator of a V2 runner draw at a share of the temperature.
 
     vLLM draws by seed and position. Verified by blocks, a draft stays or not by the numbers of all
-    its positions, so the next step must not meet them again; vLLM 0.33 sees to that, and before it
-    the seeds given to the speculator change with each step.
+    its positions, so the next step must not meet them again. Where vLLM does not see to that, the
+    seeds given to the speculator change with each step.
 
     Args:
         runner: vLLM's V2 `GPUModelRunner`. If its speculator draws, `propose`, which copies
@@ -86,11 +87,9 @@ def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> bool:
     Raises:
         RuntimeError: the option is given, but this speculator draws nothing; or it does not say.
     """
-    from vllm.v1.worker.gpu.sample import gumbel
-
     speculator = runner.speculator
     draws = _said_by(speculator, "draft_logits") is not None
-    seeds_change = draws and not hasattr(gumbel, "spec_step_seed")
+    seeds_change = draws and not draws_anew()
     if not _is_scaled(draws, speculator, config) and not seeds_change:
         return False
     propose = speculator.propose

@@ -100,7 +100,7 @@ class VerificationGraphs:
             *(buffers.input_ids[:num_rows], self._ends[:batch], self._slots[:batch]),
             *(buffers.positions[:num_rows], self._row_slots[:num_rows], self._places[:num_rows]),
         )
-        account = Account(verifier.verification.counters.device_counts, None)
+        account = Account(verifier.reports.counters.device_counts, None)
         given = logits, runner.speculator.draft_logits, rows, self._by_slot, samples
         output = verifier.verify(*given, account)
         found = output.output_token_ids, output.num_emitted, self._width - output.num_emitted

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
 from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, held
 from vllm_mars.options.config import SCOPES, MarsConfig, price_of_bound
-from vllm_mars.options.requests import ends_of, options_of
+from vllm_mars.options.requests import RequestOptions, ends_of
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
 def record_of(
+    options: RequestOptions,
     params: "SamplingParams",
     config: MarsConfig,
     is_drawn: bool,
@@ -22,14 +23,14 @@ def record_of(
     """The record of a request, without what its tokens make of it.
 
     Args:
-        params: the request's; what it chose among them.
+        options: what the request chose.
+        params: its parameters.
         config: the server's options.
         is_drawn: whether drafts are drawn where requests sample.
         most_tokens: output tokens that the model's length leaves it.
         num_output_tokens: that it comes with. What these lost is taken to be all that was allowed;
             a caller that knows better writes it.
     """
-    options = options_of(params, config)
     rate = loss_rate(options.max_loss)
     record = [0] * RECORD_SIZE
     record[Column.RATE] = rate

@@ -143,9 +143,9 @@ class RequestsV1(LogitsProcessor):
     ) -> _Request:
         prompt = prompt or ()
         room = self._max_model_len - len(prompt)
-        record = record_of(params, self._config, self._is_drawn, room, len(output))
-        own = params.temperature != 0, Followers(self._config.repeat_ngram)
         options = options_of(params, self._config)
+        record = record_of(options, params, self._config, self._is_drawn, room, len(output))
+        own = params.temperature != 0, Followers(self._config.repeat_ngram)
         return _Request(options, record, prompt, output, *own)
 
     def _write(self, request: _Request) -> None:

@@ -218,7 +218,7 @@ class RequestsV2(LogitsProcessor):
         state, begun, length, prompt_len = brought
         room = self._req_states.max_model_len - prompt_len
         own = self._config, self._is_drawn, room, length - prompt_len
-        record = record_of(sampling_params, *own)
+        record = record_of(options, sampling_params, *own)
         self.num_added += 1
         self.asks[req_idx] = _asks(sampling_params, options.wants_return)
         _put(self._returning, req_idx, options.wants_return)

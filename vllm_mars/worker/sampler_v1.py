@@ -19,15 +19,16 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars.kernels import naive
 from vllm_mars.kernels.accept.naive import Chance
-from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.account.naive import log_ratios, of_sampled
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
-from vllm_mars.report.outputs import attach_counters
+from vllm_mars.report.worker import StepReports
 from vllm_mars.worker import draft_temperature
 from vllm_mars.worker.cut_prompts import spare_cut_prompts
 from vllm_mars.worker.requests_v1 import RequestsV1
-from vllm_mars.worker.verification import Verification, log_ratios, of_sampled, require_own_sampler
+from vllm_mars.worker.start import log_start, require_own_sampler
+from vllm_mars.worker.terms import EngineTerms
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -46,7 +47,8 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: vLLM's sampler, for bonus tokens.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        verification: of the engine.
+        terms: of the engine.
+        reports: where its steps are written down.
         requests: the requests of the runner's batch.
     """
 
@@ -55,11 +57,13 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        verification: Verification,
+        terms: EngineTerms,
+        reports: StepReports,
         requests: RequestsV1,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.verification = verification
+        self.terms = terms
+        self.reports = reports
         self.requests = requests
 
     def forward(
@@ -118,7 +122,7 @@ class MarsRejectionSampler(RejectionSampler):
         logprobs = None
         if wants_logprobs:
             ratios = None
-            if chance is not None and self.verification.config.logprobs == "sampled":
+            if chance is not None and self.terms.config.logprobs == "sampled":
                 ratios = log_ratios(table, chance.temperature)
             if not self.is_processed_logprobs_mode:
                 rows = raw.to(torch.float32, copy=True)
@@ -180,12 +184,12 @@ class MarsRejectionSampler(RejectionSampler):
         bonus: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """The tokens of a step, and what is written down of them: see `Account`."""
-        verification, lengths = self.verification, metadata.num_draft_tokens
+        reports, lengths = self.reports, metadata.num_draft_tokens
         batch = len(lengths)
         drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
-        step, guard = self.requests.step(logits, drafts, verification.num_speculative_tokens)
-        account = verification.account(batch, logits.device, self.requests.returns(batch))
-        output = naive.verify(step, verification.terms(logits), guard, account, chance, bonus)
+        step, guard = self.requests.step(logits, drafts, reports.num_speculative_tokens)
+        account = reports.account(batch, logits.device, self.requests.returns(batch))
+        output = naive.verify(step, self.terms.on(logits), guard, account, chance, bonus)
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, account.table
 
@@ -221,7 +225,7 @@ class MarsRejectionSampler(RejectionSampler):
 def constrain(
     logits: torch.Tensor, num_draft_tokens: list[int], sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """vLLM's `apply_sampling_constraints`, whose CPU kernel gives each row uninitialised memory.
+    """vLLM's `apply_sampling_constraints`, without the fault of its CPU kernel: see `releases`.
 
     Args:
         logits: float32 `[num_draft, vocab]`, written.
@@ -238,7 +242,7 @@ def constrain(
         None if values is None else values.repeat_interleave(lengths)
         for values in (sampling_metadata.top_k, sampling_metadata.top_p)
     )
-    # With top-k alone this ends in an error where no request has a draft (seen in 0.32.0).
+    # With top-k alone this ends in an error where no request has a draft.
     return apply_top_k_top_p(logits, *own) if len(logits) else logits
 
 
@@ -291,24 +295,22 @@ def install(runner: Any, config: MarsConfig) -> None:
         )
     spare_cut_prompts(runner)
     spec_config = runner.speculative_config
-    verification = Verification(
-        config,
-        protected_token_ids(config, runner.vllm_config),
-        Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device),
-    )
+    counters = Counters(spec_config.num_speculative_tokens, runner.device)
+    terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
+    reports = StepReports(counters, config.logprobs == "sampled")
     requests = RequestsV1(
         config,
         runner.max_num_reqs,
         runner.max_model_len,
         lambda: runner.input_batch.req_ids,
         lambda: runner.requests,
-        verification.counters.add_ended,
+        counters.add_ended,
         spec_config.draft_sample_method == "probabilistic",
     )
     draft_temperature.scale_v1(runner.drafter, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
-        own.sampler, spec_config, runner.device, verification, requests
+        own.sampler, spec_config, runner.device, terms, reports, requests
     )
-    attach_counters(runner, verification)
-    verification.log_start(logger, "V1")
+    reports.leave_with_outputs(runner)
+    log_start(terms, logger, "V1")

@@ -1,6 +1,5 @@
 """Margin-aware rejection sampler for vLLM's Model Runner V2."""
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +15,18 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_mars.kernels import fused
 from vllm_mars.kernels.account.fused import add_log_ratios
-from vllm_mars.kernels.account.naive import Account, CounterLayout
+from vllm_mars.kernels.account.naive import Account
 from vllm_mars.kernels.step import Draws, Sampling, VerifyOutput
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.cuda_graph import graph_is_on
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
-from vllm_mars.report.outputs import attach_counters, send_returned
+from vllm_mars.report.worker import StepReports
 from vllm_mars.worker import draft_temperature
 from vllm_mars.worker.graphs import VerificationGraphs
 from vllm_mars.worker.requests_v2 import BatchRows, BySlot, RequestsV2
-from vllm_mars.worker.verification import Verification, require_own_sampler
+from vllm_mars.worker.start import log_start, require_own_sampler
+from vllm_mars.worker.terms import EngineTerms
 from vllm_mars.worker.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: vLLM's V2 sampler.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        verification: of the engine, by the Triton kernels.
+        terms: of the engine, by the Triton kernels.
+        reports: where its steps are written down.
         requests: the requests in the runner's slots.
         seeds_change: whether the seeds of drafts are to change with each step.
-        send_returned: called behind each verification, with what requests want to know enqueued.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        verification: Verification,
+        terms: EngineTerms,
+        reports: StepReports,
         requests: RequestsV2,
         seeds_change: bool = True,
-        send_returned: Callable[[], object] = bool,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self._seeds_change = seeds_change
-        self.verification = verification
+        self.terms = terms
+        self.reports = reports
         self.requests = requests
-        self._send_returned = send_returned
         self._is_warm = False
         # Most tokens that a request of the step names for their logprobs.
         self._num_named = 0
@@ -94,7 +94,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             named = self.sampler.logprob_token_ids_state
             self._num_named = named.max_num_token_ids(input_batch.idx_mapping_np)
         output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-        self._send_returned()
+        self.reports.copy_to_host()
         return output
 
     def _verify(
@@ -134,7 +134,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         """
         if not self._is_warm:
             shared = _shared(logits, draft_logits)
-            own = self.verification, shared, self.num_speculative_steps, draft_logits
+            own = self.terms, self.reports, shared, draft_logits
             warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
             self._is_warm = True
         # Without a request that needs it, this is the logits themselves, as they are.
@@ -159,11 +159,11 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         samples = bool(states.temperature.np[idx_mapping_np].any())
         returns = self.requests.returns(idx_mapping_np)
-        account = self.verification.account(len(idx_mapping_np), logits.device, returns)
+        account = self.reports.account(len(idx_mapping_np), logits.device, returns)
         by_slot = self.requests.by_slot(states)
         output = self.verify(processed, draft_logits, rows, by_slot, samples, account)
         self._slots = expanded_idx_mapping, idx_mapping
-        is_told = samples and self.verification.config.logprobs == "sampled"
+        is_told = samples and self.terms.config.logprobs == "sampled"
         self._table = account.table if is_told else None
         return processed, output.output_token_ids, output.num_emitted
 
@@ -197,8 +197,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 sampling = Sampling(*sampling[:2], *own)
             use_fp64 = self.sampler.use_fp64_gumbel
             draws = Draws(sampling, rows.pos, rows.row_slots, rows.row_places, use_fp64)
-        terms = self.verification.terms(logits)
-        return fused.verify(step, terms, guard, account, draws)
+        return fused.verify(step, self.terms.on(logits), guard, account, draws)
 
     def _get_logprobs_tensors(
         self,
@@ -287,9 +286,9 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     fills = spec_config.method == "ngram"
     is_drawn = spec_config.draft_sample_method == "probabilistic"
     requests = RequestsV2(config, runner.req_states, fills, is_drawn)
-    counters = Counters(CounterLayout(spec_config.num_speculative_tokens), runner.device)
-    protected = protected_token_ids(config, runner.vllm_config)
-    verification = Verification(config, protected, counters)
+    counters = Counters(spec_config.num_speculative_tokens, runner.device)
+    terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
+    reports = StepReports(counters, config.logprobs == "sampled")
     seeds_change = draft_temperature.scale_v2(runner, config, requests)
     finish_requests = runner.finish_requests
 
@@ -300,12 +299,12 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
 
     def renewed(sampler: Sampler) -> MarsRejectionSamplerV2:
         sampler.logits_processors.append(requests)
-        own = sampler, spec_config, runner.device, verification, requests, seeds_change
-        return MarsRejectionSamplerV2(*own, functools.partial(send_returned, runner, verification))
+        own = terms, reports, requests, seeds_change
+        return MarsRejectionSamplerV2(sampler, spec_config, runner.device, *own)
 
     runner.finish_requests = leave_and_finish
-    attach_counters(runner, verification)
-    verification.log_start(logger, "V2")
+    reports.leave_with_outputs(runner)
+    log_start(terms, logger, "V2")
     if (draft_logits := getattr(runner.speculator, "draft_logits", None)) is not None:
         logger.info(
             "vLLM keeps the logits of probabilistic drafts: %.1f MiB of this device (%s: "

@@ -14,13 +14,14 @@ from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.step import Draws, Sampling, Step
 from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
 from vllm_mars.kernels.strictness.naive import Sections
-from vllm_mars.worker.verification import Verification
+from vllm_mars.report.worker import StepReports
+from vllm_mars.worker.terms import EngineTerms
 
 
 def warm_up(
-    verification: Verification,
+    terms: EngineTerms,
+    reports: StepReports,
     logits: torch.Tensor,
-    num_speculative_tokens: int,
     draft_logits: torch.Tensor | None,
     use_fp64: bool = False,
     fills: bool = False,
@@ -28,17 +29,17 @@ def warm_up(
     """Compiles what the sampler reaches.
 
     Args:
-        verification: of the engine.
+        terms: of the engine.
+        reports: where its steps are written down.
         logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
-        num_speculative_tokens: K.
         draft_logits: `[max_num_reqs, K, vocab]` where drafts are drawn, else None.
         use_fp64: whether the noise of a draw is float64.
         fills: as `RequestsV2` has it.
     """
-    device, config = logits.device, verification.config
+    device, config = logits.device, terms.config
     inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
     # V2's slots are int64.
-    own = Records.new(1, device), zero.long(), zero, zero, num_speculative_tokens
+    own = Records.new(1, device), zero.long(), zero, zero, reports.num_speculative_tokens
     float_one, by_row = torch.ones(1, device=device), inputs.long()
     sampling = Sampling(float_one, zero.long())
     if draft_logits is not None:
@@ -46,12 +47,13 @@ def warm_up(
     processed = torch.zeros((2, logits.shape[1]), device=device)
     markers, ngram = Sections(config).markers(device), config.repeat_ngram
     for rows in (*_row_layouts(logits), processed):
-        step, terms, guard = Step(rows, inputs, end, *own), verification.terms(rows), None
+        step, guard = Step(rows, inputs, end, *own), None
         if markers is not None or ngram or fills:
             text = new_ring(1, device), zero[None], step, float_one, markers, ngram, fills
             guard = guard_positions(*text)
         for draws in (None, Draws(sampling, by_row, by_row, inputs, use_fp64)):
-            fused.verify(step, terms, guard, verification.account(1, device, {}), draws)
+            account = reports.account(1, device, {})
+            fused.verify(step, terms.on(rows), guard, account, draws)
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:

@@ -1,45 +1,64 @@
-"""What the engine core sends and the front end collects for the requests that ask."""
+"""What the engine core passes on, and what the server makes of it."""
 
-import asyncio
 import inspect
-import json
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics import stats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
-from vllm_mars.hooks.patches import patch_chat
-from vllm_mars.hooks.ranks import TravellingOptions
-from vllm_mars.report.outputs import RETURNED_FIELD
-from vllm_mars.report.returned import collect_rows, send_rows
-from vllm_mars.report.transport import REQUEST_FIELD, declare_field
+from vllm_mars.report.answers import collect_rows
+from vllm_mars.report.carrier import StepReport, declare_fields, found_on, put
+from vllm_mars.report.core import pass_on
+from vllm_mars.report.metrics import read_on
 
 NAN = float("nan")
-declare_field(RequestSpecDecodeMetrics, REQUEST_FIELD, dict | None)
+declare_fields(stats)
 
 
 class Scheduler:
-    """What the hook touches; a further input goes to the request of its id."""
+    """What the hook touches of vLLM's; a further input goes to the request of its id."""
 
     def __init__(self):
-        self.requests = {}
+        self.requests, self.left, self.log_stats = {}, 0, True
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=3)
         )
-        send_rows(self, MarsConfig(theta=0.9))
+        pass_on(self, MarsConfig(theta=0.9))
 
     def add_request(self, request):
         self.requests.setdefault(request.request_id, request)
 
+    def schedule(self):
+        pass
+
+    def has_requests(self):
+        return self.left > 0
+
     def update_from_output(self, scheduler_output, model_runner_output):
         tokens = [7] * model_runner_output.produced
         outputs = [EngineCoreOutput(request_id, tokens) for request_id in self.requests]
-        return {0: SimpleNamespace(outputs=outputs)}
+        return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=self.make_stats())}
+
+    def make_stats(self):
+        return stats.SchedulerStats() if self.log_stats else None
 
     @property
     def asking(self):
         return inspect.getclosurevars(self.update_from_output).nonlocals["asking"]
+
+
+def stepped(scheduler, report=None, produced=0):
+    """What a scheduled step sends to the server, behind vLLM's own wire."""
+    scheduler.schedule()
+    output = SimpleNamespace(produced=produced)
+    if report is not None:
+        put(output, report)
+    sent = scheduler.update_from_output(None, output)[0]
+    assert found_on(output) is None
+    return MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
 
 
 class State:
@@ -51,8 +70,7 @@ class State:
         self.detokenizer = SimpleNamespace(num_output_tokens=lambda: len(self.tokens))
 
     def step(self, produced, rows, kept=None):
-        model_runner_output = SimpleNamespace(produced=produced, **{RETURNED_FIELD: rows})
-        outputs = self.scheduler.update_from_output(None, model_runner_output)[0].outputs
+        outputs = stepped(self.scheduler, StepReport(rows=rows), produced).outputs
         for output in outputs:
             if output.spec_decode_metrics is not None:
                 self.spec_decode_metrics = output.spec_decode_metrics
@@ -60,7 +78,7 @@ class State:
         return outputs
 
     def told(self):
-        return getattr(self.spec_decode_metrics, REQUEST_FIELD)
+        return found_on(self.spec_decode_metrics)
 
 
 collect_rows(State)
@@ -83,47 +101,6 @@ def answering(**own):
     scheduler = Scheduler()
     scheduler.add_request(request(**own))
     return State(scheduler)
-
-
-def test_reports_come_beside_a_plugin_that_hides_parameters():
-    """Its wrapper of a stream is no generator function either."""
-
-    class Serving:
-        engine_client = SimpleNamespace(
-            vllm_config=SimpleNamespace(
-                additional_config={"mars": TravellingOptions(MarsConfig(theta=0.9))}
-            )
-        )
-
-        async def chat_completion_stream_generator(self, request, result_generator, request_id):
-            async for _ in result_generator:
-                pass
-            yield f'data: {{"id": "{request_id}", "choices":[]}}\n\n'
-
-        chat_completion_full_generator = chat_completion_stream_generator
-
-    stream = Serving.chat_completion_stream_generator
-    Serving.chat_completion_stream_generator = lambda self, *args, **kw: stream(self, *args, **kw)
-    module = ModuleType("vllm.entrypoints.openai.chat_completion.serving")
-    module.OpenAIServingChat = Serving
-    patch_chat(module)
-    metrics = SimpleNamespace(**{REQUEST_FIELD: {"theta": 0.9}})
-    output = SimpleNamespace(index=0, spec_decode_metrics=metrics)
-
-    async def results():
-        yield SimpleNamespace(outputs=[output])
-
-    async def chunks(*args, **kwargs):
-        answer = Serving().chat_completion_stream_generator(*args, **kwargs)
-        return [chunk async for chunk in answer]
-
-    asked = SimpleNamespace(vllm_xargs={"mars_return": True})
-    for (chunk,) in (
-        asyncio.run(chunks(asked, results(), "a")),
-        asyncio.run(chunks(asked, result_generator=results(), request_id="a")),
-    ):
-        told = json.loads(chunk.removeprefix("data: "))
-        assert (told["id"], told["metrics"]) == ("a", {"mars": [{"theta": 0.9}]})
 
 
 def test_what_a_stop_cuts_off_is_left_out():
@@ -170,3 +147,54 @@ def test_an_aborted_request_is_forgotten():
     del state.scheduler.requests["a"]
     state.step(1, {})
     assert not state.scheduler.asking
+
+
+def test_the_scheduler_passes_the_counts_on():
+    scheduler = Scheduler()
+
+    def step(counts=None):
+        sent = stepped(scheduler, counts and StepReport(counts)).scheduler_stats
+        return sent and found_on(sent) and found_on(sent).counts
+
+    assert step() is None
+    assert step(COUNTS) == COUNTS
+    assert step() is None
+    scheduler.log_stats = False
+    assert step([1] * LAYOUT.size) is None
+    assert step(COUNTS) is None
+    scheduler.log_stats = True
+    assert step() == [count + 1 for count in COUNTS]
+
+
+def test_an_llm_reads_until_its_engine_is_idle():
+    """Of steps that are scheduled ahead, and of one that tells the workers of an end."""
+    scheduler, ahead = Scheduler(), []
+
+    def get_output():
+        # As a step with a queue of two batches: nothing comes back as long as that is not full.
+        while len(ahead) < 2 and scheduler.left:
+            scheduler.left -= 1
+            scheduler.schedule()
+            ahead.append(SimpleNamespace(produced=0))
+        return scheduler.update_from_output(None, ahead.pop(0))[0]
+
+    parallel = SimpleNamespace(data_parallel_size=1)
+    client = SimpleNamespace(get_output=get_output)
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        engine_core=client,
+        has_unfinished_requests=lambda: False,
+    )
+    read_on(engine, MarsConfig())
+    assert not engine.has_unfinished_requests()
+    for scheduler.left in (1, 2, 5):
+        steps = scheduler.left
+        client.get_output()
+        for _ in range(steps - 1):
+            assert engine.has_unfinished_requests()
+            client.get_output()
+        assert not engine.has_unfinished_requests()
+    # Without statistics nothing is promised.
+    scheduler.log_stats, scheduler.left = False, 2
+    client.get_output()
+    assert not engine.has_unfinished_requests()

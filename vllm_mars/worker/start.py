@@ -1,0 +1,62 @@
+"""What both samplers do when they are put into a runner."""
+
+from logging import Logger
+
+from vllm_mars.options.config import MarsConfig
+from vllm_mars.worker.terms import EngineTerms
+
+
+def require_own_sampler(sampler: object, own: type) -> None:
+    """Refuses a runner whose rejection sampler is not vLLM's own class.
+
+    Args:
+        sampler: the runner's rejection sampler.
+        own: vLLM's class.
+
+    Raises:
+        RuntimeError: the sampler is of another class; the message names it.
+    """
+    if type(sampler) is not own:
+        raise RuntimeError(
+            f"The rejection sampler is already {type(sampler).__module__}."
+            f"{type(sampler).__qualname__}, not vLLM's own; only one extension can verify drafts, "
+            "so disable the other one (VLLM_PLUGINS lists the plugins to load)."
+        )
+
+
+def log_start(terms: EngineTerms, logger: Logger, runner: str) -> None:
+    """Logs once, on the first tensor-parallel rank, what verification an engine does."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    if get_tensor_model_parallel_rank() != 0:
+        return
+    logger.info(
+        "Margin-aware verification (MARS) is on: %s, %d protected tokens, model runner %s; %s",
+        _described(terms.config),
+        len(terms.protected_token_ids),
+        runner,
+        _loss(terms.config),
+    )
+
+
+def _described(config: MarsConfig) -> str:
+    """The rule and the bound, as options."""
+    unit = " nats per token" if config.rule.in_nats else ""
+    rule = f"{config.rule.option}={config.value:g}{unit}"
+    if config.sets_price:
+        rule = "the bound sets the price"
+    bound = "no mars_max_loss"
+    if config.max_loss is not None:
+        bound = f"mars_max_loss={config.max_loss:g} nats per token"
+    if config.limit is not None:
+        bound += f", mars_limit={config.limit:g}"
+    scope = "" if config.scope == "all" else f", mars_scope={config.scope}"
+    return f"{rule}, {bound}, mars_strict_opening={config.opening}{scope}"
+
+
+def _loss(config: MarsConfig) -> str:
+    if config.lossy:
+        return "the output is LOSSY: it can differ from the target's own."
+    if config.clients_may_relax:
+        return "the output is lossless (strict) unless a request chooses otherwise."
+    return "the output is lossless (strict)."
