@@ -152,11 +152,11 @@ def accept_kernel(
                 accepted_by_blocks, gain = by_blocks(*of_draft, BLOCKS)
                 gained = nearest_units(gain)
                 of_row, is_drawn = clipped_ptr + C.CLIPPED * row, offset < drawn
-                ratio_accepted = tl.load(of_row + C.OF_P, mask=is_drawn, other=0.0)
+                ratio_accepted = tl.load(of_row + C.OF_ROW.RATIO, mask=is_drawn, other=0.0)
                 reason = forbids(rows, False)
                 verdict = tl.where((draft >= 0) & (offset < gainful) & (value > 0), reason, 0)
-                loss = units_of(tl.load(of_row + C.LOSS_OF_ROW, mask=is_drawn, other=0.0))
-                drift = nearest_units(tl.load(of_row + C.DRIFT, mask=is_drawn, other=0.0))
+                loss = units_of(tl.load(of_row + C.OF_ROW.LOSS, mask=is_drawn, other=0.0))
+                drift = nearest_units(tl.load(of_row + C.OF_ROW.DRIFT, mask=is_drawn, other=0.0))
             else:
                 odds = read_odds(rows, partials, row, is_draft, num_splits, SPLITS)
                 decided = FIXED(rows, odds, splits, value, most, gainful, offset, length, SPLITS)
@@ -184,7 +184,7 @@ def accept_kernel(
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
     num_relaxed, step_lost = write_down(
         account,
-        record_ptr + C.LOST,
+        record_ptr + C.COLUMN.LOST,
         request,
         offset,
         draft,
