@@ -20,7 +20,6 @@ from vllm_mars.kernels.law.fused import log_ratio_of_fixed
 from vllm_mars.kernels.ledger.fused import allowance, has_ended, nearest_units, units_of
 from vllm_mars.kernels.rows.fused import Reduced, kept_size, num_lanes
 from vllm_mars.kernels.rows.joined import forbids, num_gainful, read_odds, read_rows
-from vllm_mars.kernels.rules import Need
 from vllm_mars.kernels.step import VerifyOutput
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
@@ -258,7 +257,7 @@ def accept(
         positions,
         rule.jitted.greedy,
         rule.jitted.sampled,
-        Need.SECOND in rule.needs,
+        rule.needs.second,
         kind,
         # Long drafts leave one warp too few registers.
         num_warps=max(1, positions // 8),
