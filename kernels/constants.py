@@ -6,6 +6,7 @@ whenever it looks for what it has compiled, a microsecond apiece on the host; of
 that once for each module whose functions a kernel calls.
 """
 
+import enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,36 +16,50 @@ from vllm_mars.kernels import record, step
 from vllm_mars.kernels.account import naive as account
 from vllm_mars.kernels.law import naive as law
 from vllm_mars.kernels.ledger import naive as ledger
-from vllm_mars.kernels.record import MOST_ENDS, Column
+from vllm_mars.kernels.record import Column
 from vllm_mars.kernels.strictness import naive as strictness
 from vllm_mars.kernels.verdicts import Verdict
 
-_VERDICTS = SimpleNamespace(**{verdict.name: verdict.value for verdict in Verdict})
+
+class OfRow(enum.IntEnum):
+    """What `clip_kernel` finds of a row of a drawn draft, and behind it `mass_kernel`.
+
+    LOG_W, PRICE, LOG_TOTAL: log w, the price, and log F(w). TARGET_LSE, DRAFT_LSE: log-sum-exps.
+    LOSS, DRIFT: KL(m || p), and the drift. RATIO, OF_DRAFT: of the draft token log m - log p, and
+    log m - log q, -inf where it cannot stay. BEFORE, STRICT_BEFORE: log p_i of the draft before the
+    row, and the same with p in the place of m; not of a request's first row, where they are 0.
+    """
+
+    LOG_W = 0
+    PRICE = 1
+    LOG_TOTAL = 2
+    TARGET_LSE = 3
+    DRAFT_LSE = 4
+    LOSS = 5
+    DRIFT = 6
+    RATIO = 7
+    OF_DRAFT = 8
+    BEFORE = 9
+    STRICT_BEFORE = 10
+
+
+def _names(of: type[enum.IntEnum]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: member.value for name, member in of.__members__.items()})
 
 
 class Constants(NamedTuple):
     """Fields without a comment are those of the same name where they are defined."""
 
-    # Verdicts, by name.
-    VERDICT: Any = _VERDICTS
+    # By name verdicts, columns of a record, and what is found of a row; sizes of the last two.
+    VERDICT: Any = _names(Verdict)
+    COLUMN: Any = _names(Column)
+    OF_ROW: Any = _names(OfRow)
+    RECORD_SIZE: int = record.RECORD_SIZE
+    CLIPPED: int = len(OfRow)
 
     # Counters, by name, and how many have an entry for each position.
     COUNTER: Any = account.PLACES
     BY_POSITION: int = len(account.BY_POSITION)
-
-    # Columns of a record, and its size.
-    VALUE: int = Column.VALUE.value
-    RATE: int = Column.RATE.value
-    LOST: int = Column.LOST.value
-    MOST_TOKENS: int = Column.MOST_TOKENS.value
-    STATE: int = Column.STATE.value
-    BEGUN: int = Column.BEGUN.value
-    SCANNED: int = Column.SCANNED.value
-    HELD: int = Column.HELD.value
-    SCOPE: int = Column.SCOPE.value
-    FIRST_END: int = Column.ENDS.value
-    ENDS: int = MOST_ENDS
-    RECORD_SIZE: int = record.RECORD_SIZE
 
     # Nats of a unit, units of a nat, and what parts a rate from units.
     UNIT: float = 2.0**-ledger.LOSS_BITS
@@ -59,6 +74,7 @@ class Constants(NamedTuple):
 
     # Tokens.
     STRUCK: int = step.STRUCK
+    MOST_ENDS: int = record.MOST_ENDS
     MOST_FOLLOWERS: int = strictness.MOST_FOLLOWERS
     OPENING: int = strictness.OPENING
     OPENS: int = strictness.OPENS
@@ -73,24 +89,6 @@ class Constants(NamedTuple):
     KEPT_CHUNK: int = 256
     LISTED: int = 32
     ANSWER_BLOCK: int = 1024
-
-    # What `clip_kernel` finds of a row of a drawn draft, so many numbers: log w, the price, log
-    # F(w), the target's and the draft's log-sum-exp; KL(m || p) and the drift; of the draft token
-    # log m - log p, and log m - log q, -inf where it cannot stay. Then, of `mass_kernel`, log p_i
-    # of the draft before the row, and the same with p in the place of m; of a request's first row
-    # these are 0 and not written.
-    CLIPPED: int = 11
-    LOG_W: int = 0
-    PRICE_OF_ROW: int = 1
-    LOG_TOTAL: int = 2
-    TARGET_LSE: int = 3
-    DRAFT_LSE: int = 4
-    LOSS_OF_ROW: int = 5
-    DRIFT: int = 6
-    OF_P: int = 7
-    OF_Q: int = 8
-    BEFORE: int = 9
-    STRICT_BEFORE: int = 10
 
     # As `law` has it.
     START: float = law.START

@@ -98,7 +98,7 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def lossy_server(packaged_model, tmp_path_factory):
-    """The server of the group "lossy_server": theta 0.5, or from 0.3 on what a request asks for."""
+    """The server of the group "lossy_server": theta 0.3, or a larger one by request."""
     from engines import LOSSY, packaged_server
 
     arguments = [

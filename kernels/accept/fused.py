@@ -20,7 +20,6 @@ from vllm_mars.kernels.law.fused import log_ratio_of_fixed
 from vllm_mars.kernels.ledger.fused import allowance, has_ended, nearest_units, units_of
 from vllm_mars.kernels.rows.fused import Reduced, kept_size, num_lanes
 from vllm_mars.kernels.rows.joined import forbids, num_gainful, read_odds, read_rows
-from vllm_mars.kernels.rules import Need
 from vllm_mars.kernels.step import VerifyOutput
 
 # Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
@@ -152,11 +151,11 @@ def accept_kernel(
                 accepted_by_blocks, gain = by_blocks(*of_draft, BLOCKS)
                 gained = nearest_units(gain)
                 of_row, is_drawn = clipped_ptr + C.CLIPPED * row, offset < drawn
-                ratio_accepted = tl.load(of_row + C.OF_P, mask=is_drawn, other=0.0)
+                ratio_accepted = tl.load(of_row + C.OF_ROW.RATIO, mask=is_drawn, other=0.0)
                 reason = forbids(rows, False)
                 verdict = tl.where((draft >= 0) & (offset < gainful) & (value > 0), reason, 0)
-                loss = units_of(tl.load(of_row + C.LOSS_OF_ROW, mask=is_drawn, other=0.0))
-                drift = nearest_units(tl.load(of_row + C.DRIFT, mask=is_drawn, other=0.0))
+                loss = units_of(tl.load(of_row + C.OF_ROW.LOSS, mask=is_drawn, other=0.0))
+                drift = nearest_units(tl.load(of_row + C.OF_ROW.DRIFT, mask=is_drawn, other=0.0))
             else:
                 odds = read_odds(rows, partials, row, is_draft, num_splits, SPLITS)
                 decided = FIXED(rows, odds, splits, value, most, gainful, offset, length, SPLITS)
@@ -184,7 +183,7 @@ def accept_kernel(
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
     num_relaxed, step_lost = write_down(
         account,
-        record_ptr + C.LOST,
+        record_ptr + C.COLUMN.LOST,
         request,
         offset,
         draft,
@@ -258,7 +257,7 @@ def accept(
         positions,
         rule.jitted.greedy,
         rule.jitted.sampled,
-        Need.SECOND in rule.needs,
+        rule.needs.second,
         kind,
         # Long drafts leave one warp too few registers.
         num_warps=max(1, positions // 8),

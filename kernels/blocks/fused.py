@@ -75,9 +75,10 @@ def mass_kernel(
     reach = tl.zeros([], tl.float32)
     strict = tl.zeros([], tl.float32)
     for row in range(own_row - place, own_row):
-        of_q = tl.load(clipped_ptr + C.CLIPPED * row + C.OF_Q)
-        reach = tl.minimum(reach + of_q, 0.0)
-        strict = tl.minimum(strict + of_q - tl.load(clipped_ptr + C.CLIPPED * row + C.OF_P), 0.0)
+        of_row = clipped_ptr + C.CLIPPED * row
+        of_draft = tl.load(of_row + C.OF_ROW.OF_DRAFT)
+        reach = tl.minimum(reach + of_draft, 0.0)
+        strict = tl.minimum(strict + of_draft - tl.load(of_row + C.OF_ROW.RATIO), 0.0)
     clipped_ptr += C.CLIPPED * own_row
     divisor = divisor_of(sampling, slot, DIVIDES)
     own_lse, own = load_clipped(clipped_ptr, drawn_at, divisor, DIVIDES)
@@ -88,9 +89,9 @@ def mass_kernel(
     log_p, ratio = log_probabilities(target_ptr, draft_ptr, own_lse, token, token < vocab)
     mass = tl.sum(_residuals(log_p, ratio, own, reach * C.LOG2_E), axis=0)
     if block == 0:
-        tl.store(clipped_ptr + C.BEFORE, reach)
-        tl.store(clipped_ptr + C.STRICT_BEFORE, strict)
-        if tl.load(clipped_ptr + C.PRICE_OF_ROW) > 0:
+        tl.store(clipped_ptr + C.OF_ROW.BEFORE, reach)
+        tl.store(clipped_ptr + C.OF_ROW.STRICT_BEFORE, strict)
+        if tl.load(clipped_ptr + C.OF_ROW.PRICE) > 0:
             record_ptr = records_ptr + slot * C.RECORD_SIZE
             for first in range(0, num_kept(protected, guard, own_row), C.KEPT_CHUNK):
                 kept = kept_tokens(first, record_ptr, protected, guard, own_row, vocab)
@@ -106,12 +107,12 @@ def by_blocks(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCK
     """How many tokens of a draft stay; what the rule adds to the chance that each does."""
     is_there = offset < length
     of_row = clipped_ptr + C.CLIPPED * row
-    of_q = tl.load(of_row + C.OF_Q, mask=is_there, other=-C.INF)
-    of_p = tl.load(of_row + C.OF_P, mask=is_there, other=0.0)
+    of_q = tl.load(of_row + C.OF_ROW.OF_DRAFT, mask=is_there, other=-C.INF)
+    of_p = tl.load(of_row + C.OF_ROW.RATIO, mask=is_there, other=0.0)
     is_behind = is_there & (offset > 0)
-    before = tl.load(of_row + C.BEFORE, mask=is_behind, other=0.0)
+    before = tl.load(of_row + C.OF_ROW.BEFORE, mask=is_behind, other=0.0)
     reach = tl.exp(tl.minimum(before + of_q, 0.0))
-    before = tl.load(of_row + C.STRICT_BEFORE, mask=is_behind, other=0.0)
+    before = tl.load(of_row + C.OF_ROW.STRICT_BEFORE, mask=is_behind, other=0.0)
     strict = tl.exp(tl.minimum(before + of_q - of_p, 0.0))
     goes_on = offset + 1 < length
     blocks = tl.arange(0, BLOCKS)[None, :]

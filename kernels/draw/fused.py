@@ -47,7 +47,7 @@ def _served(
     log_p, of_q = log_probabilities(target_ptr, draft_ptr, row, token, mask)
     ratio = log_ratio(of_q, own)
     # Without a price m is p.
-    if tl.load(clipped_ptr + C.PRICE_OF_ROW) > 0:
+    if tl.load(clipped_ptr + C.OF_ROW.PRICE) > 0:
         ratio = tl.where(is_kept(token, *kept), 0.0, ratio)
     return log_p, ratio, of_q
 
@@ -119,7 +119,7 @@ def resample_kernel(
         own = logits_ptr, clipped_ptr, draft_ptr, drawn_at, temperature, kept
         if rejected != -1:
             log_p, ratio, of_q = _served(*own, token, mask, DIVIDES)
-            reach = tl.load(clipped_ptr + C.BEFORE, mask=place > 0, other=0.0)
+            reach = tl.load(clipped_ptr + C.OF_ROW.BEFORE, mask=place > 0, other=0.0)
             of_draft = libdevice.exp2(of_q - ratio - reach * C.LOG2_E)
             residual = (log_p + ratio) / C.LOG2_E + reach + libdevice.log1p(-of_draft)
             # What the target forbids has a p, if a small one.

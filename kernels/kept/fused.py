@@ -9,7 +9,7 @@ from vllm_mars.kernels.constants import C
 @triton.jit
 def num_kept(protected, guard, row):
     """How many places the list of a row's kept tokens has, for `kept_tokens`."""
-    places = tl.full([], C.ENDS, tl.int32)
+    places = tl.full([], C.MOST_ENDS, tl.int32)
     if protected is not None:
         places += protected.num_ids
     if guard is not None:
@@ -21,13 +21,13 @@ def num_kept(protected, guard, row):
 def kept_tokens(first, record_ptr, protected, guard, row, vocab):
     """KEPT_CHUNK tokens of that list from a place on, each token once; -1 where none is."""
     place = first + tl.arange(0, C.KEPT_CHUNK)
-    token = tl.load(record_ptr + C.FIRST_END + place, mask=place < C.ENDS, other=-1)
-    num_others = tl.full([], C.ENDS, tl.int32)
+    token = tl.load(record_ptr + C.COLUMN.ENDS + place, mask=place < C.MOST_ENDS, other=-1)
+    num_others = tl.full([], C.MOST_ENDS, tl.int32)
     if protected is not None:
         token = _unless_protected(token, protected, vocab)
         num_others += protected.num_ids
-        is_own = (place >= C.ENDS) & (place < num_others)
-        own = tl.load(protected.ids + place - C.ENDS, mask=is_own, other=-1).to(tl.int64)
+        is_own = (place >= C.MOST_ENDS) & (place < num_others)
+        own = tl.load(protected.ids + place - C.MOST_ENDS, mask=is_own, other=-1).to(tl.int64)
         token = tl.maximum(token, own)
     if guard is not None:
         number = place - num_others
@@ -52,8 +52,8 @@ def _unless_protected(token, protected, vocab):
 @triton.jit
 def is_end(token, record_ptr):
     """Whether each token ends the request."""
-    ends_ptr = record_ptr + C.FIRST_END
-    ends = tl.load(ends_ptr + tl.arange(0, C.ENDS))
+    ends_ptr = record_ptr + C.COLUMN.ENDS
+    ends = tl.load(ends_ptr + tl.arange(0, C.MOST_ENDS))
     found = token < token
     # Few requests have more than one or two, which stand first.
     for j in range(0, tl.sum((ends >= 0).to(tl.int32), axis=0)):

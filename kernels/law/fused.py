@@ -151,17 +151,17 @@ def log_probabilities(target_ptr, draft_ptr, row, token, mask):
 def load_clipped(clipped_ptr, drawn_at, divisor, DIVIDES: tl.constexpr):
     """Of a row that `clip_kernel` has read, what `log_probabilities` and `log_ratio` take."""
     row = (
-        tl.load(clipped_ptr + C.TARGET_LSE),
+        tl.load(clipped_ptr + C.OF_ROW.TARGET_LSE),
         C.LOG2_E / drawn_at,
-        tl.load(clipped_ptr + C.DRAFT_LSE),
+        tl.load(clipped_ptr + C.OF_ROW.DRAFT_LSE),
         divisor,
         DIVIDES,
     )
-    log_w = tl.load(clipped_ptr + C.LOG_W)
+    log_w = tl.load(clipped_ptr + C.OF_ROW.LOG_W)
     own = (
         log_w,
-        log_w + tl.load(clipped_ptr + C.PRICE_OF_ROW),
-        tl.load(clipped_ptr + C.LOG_TOTAL),
+        log_w + tl.load(clipped_ptr + C.OF_ROW.PRICE),
+        tl.load(clipped_ptr + C.OF_ROW.LOG_TOTAL),
     )
     return row, own
 
@@ -361,15 +361,15 @@ def clip_kernel(
     is_there = (draft >= 0) & (of_q > -C.INF) & (log_p > C.LEAST_LOG2)
     of_draft = tl.where(is_there & (of_draft == of_draft), of_draft, -C.INF)
     clipped_ptr += C.CLIPPED * own_row
-    tl.store(clipped_ptr + C.LOG_W, clipped[0])
-    tl.store(clipped_ptr + C.PRICE_OF_ROW, price * C.LOG2_E)
-    tl.store(clipped_ptr + C.LOG_TOTAL, clipped[2])
-    tl.store(clipped_ptr + C.TARGET_LSE, target_lse)
-    tl.store(clipped_ptr + C.DRAFT_LSE, draft_lse)
-    tl.store(clipped_ptr + C.LOSS_OF_ROW, loss)
-    tl.store(clipped_ptr + C.DRIFT, drift)
-    tl.store(clipped_ptr + C.OF_P, tl.where(draft >= 0, ratio, 0.0))
-    tl.store(clipped_ptr + C.OF_Q, of_draft)
+    tl.store(clipped_ptr + C.OF_ROW.LOG_W, clipped[0])
+    tl.store(clipped_ptr + C.OF_ROW.PRICE, price * C.LOG2_E)
+    tl.store(clipped_ptr + C.OF_ROW.LOG_TOTAL, clipped[2])
+    tl.store(clipped_ptr + C.OF_ROW.TARGET_LSE, target_lse)
+    tl.store(clipped_ptr + C.OF_ROW.DRAFT_LSE, draft_lse)
+    tl.store(clipped_ptr + C.OF_ROW.LOSS, loss)
+    tl.store(clipped_ptr + C.OF_ROW.DRIFT, drift)
+    tl.store(clipped_ptr + C.OF_ROW.RATIO, tl.where(draft >= 0, ratio, 0.0))
+    tl.store(clipped_ptr + C.OF_ROW.OF_DRAFT, of_draft)
 
 
 @functools.cache

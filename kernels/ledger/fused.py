@@ -43,18 +43,19 @@ def fitting(wants, loss, most, offset, length):
 @triton.jit
 def allowance(record_ptr, produced, offset):
     """What the request may lose up to each offset, in units, its rule's value, and its room."""
-    rate = tl.load(record_ptr + C.RATE)
+    rate = tl.load(record_ptr + C.COLUMN.RATE)
     tokens = produced.to(tl.int64) + offset + 1
-    most = ((rate * (tokens + C.BURST_TOKENS)) >> C.RATE_SHIFT) - tl.load(record_ptr + C.LOST)
+    most = (rate * (tokens + C.BURST_TOKENS)) >> C.RATE_SHIFT
+    most -= tl.load(record_ptr + C.COLUMN.LOST)
     most = tl.where(rate == C.NO_BOUND, C.NO_LIMIT, most)
-    room = tl.maximum(tl.load(record_ptr + C.MOST_TOKENS) - produced - 1, 0)
-    return most, tl.load(record_ptr + C.VALUE), room
+    room = tl.maximum(tl.load(record_ptr + C.COLUMN.MOST_TOKENS) - produced - 1, 0)
+    return most, tl.load(record_ptr + C.COLUMN.VALUE), room
 
 
 @triton.jit
 def has_ended(record_ptr, last, produced):
     """1 where the request had ended before this step, else 0."""
-    ends = tl.load(record_ptr + C.FIRST_END + tl.arange(0, C.ENDS))
+    ends = tl.load(record_ptr + C.COLUMN.ENDS + tl.arange(0, C.MOST_ENDS))
     is_end = tl.max((ends == last).to(tl.int32), axis=0)
     is_end = tl.where((produced > 0) & (last >= 0), is_end, 0)
-    return tl.where(produced >= tl.load(record_ptr + C.MOST_TOKENS), 1, is_end)
+    return tl.where(produced >= tl.load(record_ptr + C.COLUMN.MOST_TOKENS), 1, is_end)

@@ -38,7 +38,6 @@ from triton.language.extra import libdevice
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.kept.fused import kept_tokens, num_kept
 from vllm_mars.kernels.launch import Variant, variant
-from vllm_mars.kernels.rules import Need
 from vllm_mars.kernels.step import Draws, Step, Terms
 from vllm_mars.kernels.strictness.naive import Guard
 
@@ -435,8 +434,8 @@ def reduce_rows(
             blocks_per_split,
             block,
             16 // logits.element_size(),
-            Need.SECOND in rule.needs,
-            Need.SUMS in rule.needs or draws is not None,
+            rule.needs.second,
+            rule.needs.sums or draws is not None,
             draws is not None and draws.divides,
             num_warps=warps,
         )

@@ -6,7 +6,6 @@ is the definition, and in `fused/NAME.py` for Triton, function by function. Noth
 imported before it is needed.
 """
 
-import enum
 import functools
 import importlib
 from collections.abc import Collection
@@ -20,15 +19,17 @@ if TYPE_CHECKING:
     from vllm_mars.kernels.verdicts import Verdict
 
 
-class Need(enum.Flag):
+class Needs(NamedTuple):
     """What a rule reads of a row of logits beside the first choice and the draft token's logit.
 
-    SECOND: the second largest logit. SUMS: the sum of exponentials and its first moment, which give
-    log p and the entropy; they are there for each rule where requests sample.
+    Attributes:
+        second: the second largest logit.
+        sums: the sum of exponentials and its first moment, which give log p and the entropy; they
+            are there for each rule where requests sample.
     """
 
-    SECOND = enum.auto()
-    SUMS = enum.auto()
+    second: bool = False
+    sums: bool = False
 
 
 class Plain(Protocol):
@@ -67,7 +68,7 @@ class Rule(NamedTuple):
     most: int
     in_nats: bool
     outright: bool
-    needs: Need
+    needs: Needs = Needs()
 
     @property
     def option(self) -> str:
@@ -99,8 +100,8 @@ def _module(name: str) -> ModuleType:
 
 
 # The paper's: a runner-up is accepted where z2 > theta * z1.
-THETA = Rule("theta", strict=1.0, most=1, in_nats=False, outright=True, needs=Need.SECOND)
+THETA = Rule("theta", strict=1.0, most=1, in_nats=False, outright=True, needs=Needs(second=True))
 # A prefix of the draft is accepted that is worth most, at a price for each token gained. A bound on
 # the loss sets the value of this rule.
-PRICE = Rule("price", strict=0.0, most=8192, in_nats=True, outright=False, needs=Need(0))
+PRICE = Rule("price", strict=0.0, most=8192, in_nats=True, outright=False)
 RULES = {rule.name: rule for rule in (THETA, PRICE)}

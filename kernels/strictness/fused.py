@@ -194,11 +194,11 @@ def strictness_kernel(
     # Token i of prompt and output.
     base_ptr = tokens_ptr + slot * tokens_stride
     record_ptr = records_ptr + slot * C.RECORD_SIZE
-    state = tl.load(record_ptr + C.STATE).to(tl.int32)
-    scanned = tl.load(record_ptr + C.SCANNED).to(tl.int32)
-    held = tl.load(record_ptr + C.HELD).to(tl.int32)
+    state = tl.load(record_ptr + C.COLUMN.STATE).to(tl.int32)
+    scanned = tl.load(record_ptr + C.COLUMN.SCANNED).to(tl.int32)
+    held = tl.load(record_ptr + C.COLUMN.HELD).to(tl.int32)
     # Where tokens were taken back, all of the answer are taken in again.
-    state = tl.where(scanned > total, tl.load(record_ptr + C.BEGUN).to(tl.int32), state)
+    state = tl.where(scanned > total, tl.load(record_ptr + C.COLUMN.BEGUN).to(tl.int32), state)
     scanned = tl.where(scanned > total, prompt_len, scanned)
     held = tl.where(held > total, prompt_len, held)
     # All warps have loaded what one of them stores below.
@@ -218,16 +218,16 @@ def strictness_kernel(
             for i in range(tl.maximum(block, scanned), tl.minimum(block + BLOCK, total)):
                 token = tl.load(ring_ptr + (i - prompt_len) % WINDOW)
                 state = _advance(state, token, markers_ptr, num_markers, opening)
-    tl.store(record_ptr + C.STATE, state.to(tl.int64))
-    tl.store(record_ptr + C.SCANNED, total.to(tl.int64))
-    tl.store(record_ptr + C.HELD, total.to(tl.int64))
+    tl.store(record_ptr + C.COLUMN.STATE, state.to(tl.int64))
+    tl.store(record_ptr + C.COLUMN.SCANNED, total.to(tl.int64))
+    tl.store(record_ptr + C.COLUMN.HELD, total.to(tl.int64))
 
-    scope = tl.load(record_ptr + C.SCOPE)
+    scope = tl.load(record_ptr + C.COLUMN.SCOPE)
     seen_ptr += request * num_words
     # Read once: it lies in the host's memory.
     is_greedy = tl.load(temperature_ptr + slot) == 0.0
     # What would repeat means nothing to a strict request.
-    is_strict = tl.load(record_ptr + C.VALUE) == 0
+    is_strict = tl.load(record_ptr + C.COLUMN.VALUE) == 0
     first = tl.maximum(num_answer - WINDOW, 0)
     for j in range(0, num_draft):
         token = tl.load(draft_ptr + j).to(tl.int32)

@@ -102,6 +102,6 @@ def test_a_real_server_counts_exports_and_logs(lossy_server):
 def test_the_doctor_sees_it_gain(lossy_server, capsys):
     assert main(["doctor", lossy_server.base_url]) == 0
     found = " ".join(capsys.readouterr().out.split())
-    assert "in force: theta 0.5, lossy" in found
+    assert "in force: theta 0.3, lossy" in found
     assert re.search(r"gained [1-9][\d.]* draft tokens at [1-9]\d* verified positions", found)
     assert found.endswith("all is well")

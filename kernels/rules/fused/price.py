@@ -34,9 +34,9 @@ def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.conste
     for i in range(0, length):
         j = length - 1 - i
         now = at(offset, j, verdict)
-        worth = price + ahead - tl.where(now == C.VERDICT.PAYABLE, at(offset, j, rows.loss), 0)
-        is_paid = (now == C.VERDICT.PAYABLE) & (worth > 0)
-        is_reached = ((now == C.VERDICT.FIRST) & (j < gainful)) | is_paid
+        pays = now == C.VERDICT.PAYABLE
+        worth = price + ahead - tl.where(pays, at(offset, j, rows.loss), 0)
+        is_reached = ((now == C.VERDICT.FIRST) & (j < gainful)) | (pays & (worth > 0))
         ahead = tl.where(is_reached, worth, 0)
         relaxed = tl.where(worth > 0, C.VERDICT.RELAXED, 0)
         verdict = tl.where((offset == j) & (verdict == C.VERDICT.PAYABLE), relaxed, verdict)
