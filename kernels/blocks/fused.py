@@ -4,7 +4,7 @@
                                         part of S_i; not of a request's first row
     by_blocks     a device function with which `accept_kernel` decides how many tokens stay
 
-The kernel adds to the CLIPPED numbers that `clip_kernel` has found of a row. It reads the rows of
+The kernel adds to the numbers that `clip_kernel` has found of a row. It reads the rows of
 target and draft once. Nothing of the logits' size is written.
 """
 

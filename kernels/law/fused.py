@@ -4,7 +4,7 @@
     clip_kernel   grid (rows)   finds what a row of a drawn draft may pay, and streams target and
                                 draft once for each step of Newton's method
 
-What the kernel finds are CLIPPED numbers of a row (`constants`); from the first five of them come
+What the kernel finds of a row is `constants.OfRow`; from its first five numbers come
 log p, log q and log m of its tokens, by `load_clipped`, `log_probabilities` and `log_ratio`, for
 `blocks` and the draw as well.
 
