@@ -209,7 +209,6 @@ def rows_kernel(
     CHUNK: tl.constexpr,
     WITH_SECOND: tl.constexpr,
     WITH_SUM: tl.constexpr,
-    WITH_RANK: tl.constexpr,
     DIVIDES: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -242,12 +241,6 @@ def rows_kernel(
     sums = tl.zeros([CHUNKS], tl.float32)
     moments = tl.zeros([CHUNKS], tl.float32)
     base = tl.full([CHUNKS], C.LEAST, tl.float32)
-    larger = tl.zeros([CHUNKS], tl.int32)
-    if WITH_RANK:
-        draft = tl.load(input_ids_ptr + row + 1, mask=row + 1 < num_rows, other=-1)
-        in_vocab = (draft >= 0) & (draft < vocab)
-        logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
-        pivot = divided(logit, divisor, DIVIDES)
     for _ in range(0, blocks_per_split):
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         # -inf is neutral to a maximum.
@@ -274,8 +267,6 @@ def rows_kernel(
             sums += tl.sum(weight, axis=1)
             moments += tl.sum(weight * below, axis=1)
             base = now
-        if WITH_RANK:
-            larger += tl.sum((value > pivot).to(tl.int32), axis=1)
         chunk += CHUNKS
 
     packed = _pack(best, best_chunk)
@@ -294,8 +285,6 @@ def rows_kernel(
         tl.store(partials.sums + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
         moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=0)
         tl.store(partials.sums + 2 * out + 1, moment)
-    if WITH_RANK:
-        tl.store(partials.larger + out, tl.sum(larger, axis=0).to(tl.float32))
     if sampling is not None:
         if sampling.draft_logits is not None:
             drawn_at = tl.load(sampling.drawn_at + slot)
@@ -322,8 +311,8 @@ class Partials(NamedTuple):
     """The partial results of rows. What was not asked for is not written.
 
     Attributes:
-        best, second, larger: `[num_rows, num_splits]`; sums, draft: `[num_rows, num_splits, 2]`;
-            logit: `[num_rows]`; kept: `[num_rows, 3]`; see above.
+        best, second: `[num_rows, num_splits]`; sums, draft: `[num_rows, num_splits, 2]`; logit:
+            `[num_rows]`; kept: `[num_rows, 3]`; see above.
     """
 
     best: torch.Tensor
@@ -332,7 +321,6 @@ class Partials(NamedTuple):
     logit: torch.Tensor
     kept: torch.Tensor
     draft: torch.Tensor
-    larger: torch.Tensor
 
 
 # What one kernel hands to the next is kept by device and size, so that nothing is allocated once a
@@ -341,7 +329,7 @@ class Partials(NamedTuple):
 @functools.cache
 def _kept_partials(size: int, device: torch.device) -> Partials:
     best = torch.empty(size, dtype=torch.int64, device=device)
-    sizes = size, 2 * size, size, 3 * size, 2 * size, size
+    sizes = size, 2 * size, size, 3 * size, 2 * size
     return Partials(best, *(torch.empty(each, device=device) for each in sizes))
 
 
@@ -448,7 +436,6 @@ def reduce_rows(
             16 // logits.element_size(),
             rule.needs.second,
             rule.needs.sums or draws is not None,
-            rule.needs.rank,
             draws is not None and draws.divides,
             num_warps=warps,
         )

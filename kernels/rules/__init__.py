@@ -26,12 +26,10 @@ class Needs(NamedTuple):
         second: the second largest logit.
         sums: the sum of exponentials and its first moment, which give log p and the entropy; they
             are there for each rule where requests sample.
-        rank: how many logits are larger than the draft token's.
     """
 
     second: bool = False
     sums: bool = False
-    rank: bool = False
 
 
 class Plain(Protocol):
@@ -106,7 +104,4 @@ THETA = Rule("theta", strict=1.0, most=1, in_nats=False, outright=True, needs=Ne
 # A prefix of the draft is accepted that is worth most, at a price for each token gained. A bound on
 # the loss sets the value of this rule.
 PRICE = Rule("price", strict=0.0, most=8192, in_nats=True, outright=False)
-# Relaxed acceptance: one of the target's first tokens, not much less probable than the first.
-_RANKED = Needs(sums=True, rank=True)
-DELTA = Rule("delta", strict=0.0, most=1, in_nats=False, outright=True, needs=_RANKED)
-RULES = {rule.name: rule for rule in (THETA, PRICE, DELTA)}
+RULES = {rule.name: rule for rule in (THETA, PRICE)}
