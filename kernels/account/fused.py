@@ -147,6 +147,7 @@ def count_ended(
         NUM_BOUNDS=len(bounds),
         BOUNDS=triton.next_power_of_2(len(bounds)),
         num_warps=1,
+        enable_fp_fusion=False,
     )
 
 
@@ -226,4 +227,5 @@ def add_log_ratios(
         WIDTH=width,
         BLOCK=_BLOCK,
         num_warps=1,
+        enable_fp_fusion=False,
     )

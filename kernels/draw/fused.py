@@ -216,6 +216,7 @@ def draw(
         draws.use_fp64,
         draws.divides,
         num_warps=warps,
+        enable_fp_fusion=True,
     )
 
 

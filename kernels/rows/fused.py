@@ -438,6 +438,8 @@ def reduce_rows(
             rule.needs.sums or draws is not None,
             draws is not None and draws.divides,
             num_warps=warps,
+            # Sums alone are rounded once where a multiplication and an addition are.
+            enable_fp_fusion=True,
         )
     return Reduced(step, terms, guard, draws, own, partials, num_splits)
 

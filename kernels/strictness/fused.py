@@ -315,6 +315,7 @@ def guard_positions(
         fills,
         ngram,
         ring.shape[1],
+        enable_fp_fusion=False,
     )
     return guard
 
