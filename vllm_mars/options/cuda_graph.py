@@ -14,7 +14,7 @@ def graph_is_on() -> bool:
     given = os.environ.get(GRAPH_VARIABLE, "")
     if given not in ("", "0", "1"):
         raise ValueError(
-            f"{GRAPH_VARIABLE}={given!r} is neither 1 (the head and the verification run in a CUDA "
+            f"{GRAPH_VARIABLE}={given!r} is neither 1 (output layer and verification run in a CUDA "
             "graph) nor 0; unset it to launch them one by one."
         )
     return given == "1"
