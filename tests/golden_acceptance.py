@@ -18,6 +18,7 @@ from vllm_mars.models.draft_head import PACKAGED_HEAD
 from vllm_mars.models.drafts import speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.servers.provenance import describe_run
+from vllm_mars.worker.terms import EngineTerms
 
 GOLDEN = Path(__file__).with_suffix(".json")
 K = 4
@@ -36,8 +37,10 @@ RULES = {
 def take_rule(worker, options):
     """Runs in the worker: gives its sampler a rule, which a server is started with."""
     sampler = worker.model_runner.rejection_sampler
-    config = replace(sampler.terms.config, **{**NO_RULE, **options})
-    sampler.terms.config = sampler.requests._config = config
+    terms = sampler.terms
+    config = replace(terms.config, **{**NO_RULE, **options})
+    sampler.terms = EngineTerms(config, terms.protected_token_ids)
+    sampler.requests._config = config
 
 
 def measure(model: Path) -> dict[str, dict[str, object]]:

@@ -124,7 +124,7 @@ def test_a_draft_that_is_not_drawn_is_a_point(seed, vocab, spread, bias, kept, r
     found = law.tilted(float(p[draft].double().log()), rest, entropy, bias, 1 << 40)
     ratios = [law.log_ratio(found, token == draft, not is_free[token]) for token in range(vocab)]
     m, unit = p * torch.tensor(ratios).exp(), 2**-16
-    torch.testing.assert_close(m, iterated.m[0], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(m, iterated.m[0], rtol=1e-3, atol=law.TOLERANCE)
     for of_point, of_row in ((found.loss, iterated.losses), (found.drift, iterated.drift)):
         assert of_point * unit == pytest.approx(float(of_row[0]), rel=1e-3, abs=1e-4)
     assert found.gained * unit == pytest.approx(float(m[draft] - p[draft]), abs=2 * unit)
