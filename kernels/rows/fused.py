@@ -215,7 +215,8 @@ def rows_kernel(
     split = tl.program_id(1)
     slot = tl.zeros([], tl.int64)
     divisor = 1.0
-    if sampling is not None:
+    # Triton 3.6 compares no tuple that holds None, as `sampling` does where drafts are not drawn.
+    if row_slots_ptr is not None:
         # A request's bonus row is its last. Of one that samples only a draw looks at it. The
         # temperatures can lie in the host's memory, so that others read them only to divide.
         place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_rows, other=0)
@@ -285,7 +286,7 @@ def rows_kernel(
         tl.store(partials.sums + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
         moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=0)
         tl.store(partials.sums + 2 * out + 1, moment)
-    if sampling is not None:
+    if row_slots_ptr is not None:
         if sampling.draft_logits is not None:
             drawn_at = tl.load(sampling.drawn_at + slot)
             if (drawn_at != 0.0) & (place_behind != 0):
@@ -301,7 +302,7 @@ def rows_kernel(
         in_vocab = (draft >= 0) & (draft < vocab)
         logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
         tl.store(partials.logit + row, divided(logit, divisor, DIVIDES))
-        if sampling is not None:
+        if row_slots_ptr is not None:
             record_ptr = records_ptr + slot * C.RECORD_SIZE
             own = record_ptr, protected, guard, row, vocab
             _sum_kept(partials.kept + 3 * row, row_ptr, *own, divisor, DIVIDES)

@@ -132,6 +132,7 @@ SPILLS = {
     for target in TARGETS
 } | {
     ("accept_kernel, sampled price", "sm_90"): 8,
+    ("strictness_kernel", "sm_90"): 16 if triton.__version__.startswith("3.6.") else 0,
     ("strictness_kernel", "sm_100"): 8,
 }
 
