@@ -113,6 +113,10 @@ def test_a_report_waits_for_its_copy_in_an_asynchronous_output(on_rank):
         def get_output(self):
             return self.model_runner_output
 
+        # Of vLLM 0.33.
+        def get_kv_connector_output(self):
+            return None
+
     waits = []
     event = SimpleNamespace(synchronize=lambda: waits.append(1))
     on_rank(0)
