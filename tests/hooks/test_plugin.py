@@ -71,6 +71,18 @@ PROBABILISTIC = "Drafts are probabilistic where requests sample ("
 COULD_BE = 'Drafts are fixed ("draft_sample_method": "probabilistic", the default, gains more'
 
 
+def test_a_heads_repository_may_be_the_model(packaged_model, tmp_path):
+    """vLLM takes the target, the method and K from its config."""
+    config = json.loads((PACKAGED_HEAD / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = str(packaged_model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served = engine_config(tmp_path, IS_MARS | {"mars_price": 0.2})
+    assert config_of(served).price == 0.2
+    assert served.model_config.model == str(packaged_model)
+    drafts = served.speculative_config
+    assert (drafts.method, drafts.num_speculative_tokens) == ("eagle3", 4)
+
+
 @pytest.mark.parametrize(
     ("given", "method", "said"),
     [
