@@ -4,8 +4,8 @@
 whether each draft token stays, emits and counts. The random numbers are those of vLLM's own
 sampler: what is strict is token for token what that emits, of drawn drafts by its method `block`.
 
-To count is to take the loss off the request's record, to add to the counts, and to write its row of
-the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
+Counting adds the step's loss to the request's record, updates the counters and writes its report
+row: see `Account`. A request's limits are read from its record, by slot.
 """
 
 import torch
