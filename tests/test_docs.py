@@ -109,6 +109,22 @@ def test_an_example_runs_as_a_file(packaged_model, tmp_path, script):
     assert run.stdout.splitlines()[-1].strip()
 
 
+def anchors(page):
+    """Those of a page's headings, as GitHub makes them, and its own."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    slugs = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in plain}
+    return slugs | set(re.findall(r'id="(.+?)"', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_link_to_a_heading_leads_there_without_the_site(page):
+    """`make docs` adds headings that a checkout does not have."""
+    for path, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / path if path else page), (path, anchor)
+
+
 def commands():
     """Each command on a page, as a list of words, by its page."""
     for page in PAGES:

@@ -238,6 +238,16 @@ def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path)
         assert ask("sk-chat", mars_max_loss=0) == lossy
         with pytest.raises(openai.AuthenticationError, match="This key belongs to no team"):
             ask("sk-other")
+        # By these an entry would replace keys of a request whose first try fails.
+        entry = {"model": "model", "max_tokens": 48, "vllm_xargs": {"mars_max_loss": 0.02}}
+        for key in ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks"):
+            with pytest.raises(openai.BadRequestError, match=f"{key} is not among the keys"):
+                client("sk-billing").chat.completions.create(
+                    model="model",
+                    messages=[{"role": "user", "content": PROMPT}],
+                    max_tokens=10**6,
+                    extra_body={key: [entry]},
+                )
         # Not past the gateway, and by no other path through it.
         direct = openai.OpenAI(
             base_url=f"http://127.0.0.1:{ports['SERVER_PORT']}/v1", api_key="sk-billing"
