@@ -57,7 +57,9 @@ def lossy(metrics: str, max_loss: float | None) -> tuple[str, dict[str, float], 
         max_loss = most
     if max_loss is not None:
         if not 0 < max_loss <= most:
-            raise ValueError(f"MAX_LOSS={max_loss:g} is outside (0, {most:g}]; choose a value there")
+            raise ValueError(
+                f"MAX_LOSS={max_loss:g} is outside (0, {most:g}]; choose a value there"
+            )
         bound = f"a bound of {max_loss:g} nats per token"
     elif most < math.inf:
         bound = "the server's bound"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from benchmarks import pictures
+from benchmarks import figures, pictures
 from vllm_mars.cli import __main__ as cli
 from vllm_mars.lab.plan import SweepOptions
 from vllm_mars.options.config import (
@@ -123,6 +123,17 @@ def test_a_link_to_a_heading_leads_there_without_the_site(page):
     """`make docs` adds headings that a checkout does not have."""
     for path, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
         assert anchor in anchors(page.parent / path if path else page), (path, anchor)
+
+
+def test_prose_says_that_its_figures_are_old():
+    """As the notes below tables do. The paper's page shows only what no price touched."""
+    stale = {name for name, of in figures.index().items() if "stale" in of}
+    for page in PAGES:
+        text = figures.PLACE.sub("", page.read_text())
+        for passage in re.split(r"\n\n|\n- ", text):
+            linked = set(re.findall(r"results/([\w-]+)\.json\)", passage))
+            if page.stem != "paper" and linked & stale:
+                assert re.search(r"\b(older|earlier)\b", passage), passage
 
 
 def commands():

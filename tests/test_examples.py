@@ -98,7 +98,7 @@ def test_a_lossy_request_gets_the_servers_rule(clean_registry, options, max_loss
         ({"theta": 1}, None, "mars_theta=1 and is strict for all requests; start it with another"),
         ({"price": 0, "max_loss": 0.02}, None, "mars_price=0 and is strict for all requests"),
         ({"max_loss": 0}, None, "mars_max_loss=0 and is strict for all requests"),
-        ({}, 0.03, r"MAX_LOSS=0.03 is outside \(0, 0.02\]; choose a value there"),
+        ({}, 0.03, r"MAX_LOSS=0.03 is outside \(0, 0.02\]; choose a value"),
         ({}, 0, r"MAX_LOSS=0 is outside \(0, 0.02\]"),
     ],
 )

@@ -12,8 +12,8 @@ TEAMS: dict[str, dict[str, Any]] = {"chat": {"mars_max_loss": 0.02}, "billing": 
 KEYS = {os.environ[f"{team.upper()}_KEY"]: team for team in TEAMS}
 # LiteLLM also hands whole requests on, under other paths and past the hook below.
 PATHS = {"/v1/models", "/v1/chat/completions", "/v1/completions"}
-# What a body may have. LiteLLM acts on other keys: `fallbacks` and its like replace parts of a request
-# after its first try, past the hook below.
+# What a body may have. LiteLLM acts on other keys: `fallbacks` and its like replace parts of a
+# request after its first try, past the hook below.
 BODY = {
     *("model", "messages", "prompt", "suffix", "stream", "stream_options", "n", "echo", "stop"),
     *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed"),

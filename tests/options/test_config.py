@@ -73,7 +73,7 @@ def test_options_travel_as_json():
         ({"mars_price": 1e39}, r"mars_price=1e\+39 is outside \[0, 8192\]"),
         (
             {"mars_max_loss": 1025},
-            r"mars_max_loss=1025 is outside \[0, 1024\]; 0 is strict, 0.02 lets an answer lose 0.02",
+            r"mars_max_loss=1025 is outside \[0, 1024\]; 0 is strict, 0.02 lets an answer",
         ),
         (
             {"mars_theta": 0.9, "mars_price": 0.3},

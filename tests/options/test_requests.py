@@ -108,8 +108,8 @@ def test_values(config, extra_args, expected):
         (
             OPT_IN,
             {"mars_price": 0.3},
-            "mars_price=0.3 is given, but this server's mars_max_loss=0 is strict; name a mars_max_loss "
-            r"as well, up to 0\.5, or leave mars_price out",
+            "mars_price=0.3 is given, but this server's mars_max_loss=0 is strict; name a "
+            r"mars_max_loss as well, up to 0\.5, or leave mars_price out",
         ),
         (
             MarsConfig(price=0.5, max_loss=0),
@@ -134,7 +134,11 @@ def test_values(config, extra_args, expected):
             r"mars_x{75}\.\.\. \(65541 characters\) is not an option",
         ),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
-        (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; 0 is strict, 0.02"),
+        (
+            THETA,
+            {"mars_max_loss": -1},
+            r"mars_max_loss=-1 is outside \[0, 1024\]; 0 is strict, 0.02",
+        ),
         (THINKS, {"mars_scope": "some"}, "mars_scope='some' is not one of all, thinking, answer"),
         (THINKS, {"mars_scope": 1}, "mars_scope=1 is not one of all, thinking, answer"),
         (
