@@ -40,6 +40,8 @@ VARIANTS: dict[str, str | dict[str, Any]] = {
     "vLLM, standard": "standard",
     "vLLM, block": "block",
     "MARS, price 0": {"price": 0.0},
+    # As most requests of a server that is strict unless a request asks.
+    "MARS, strict unless asked": {"max_loss": 0.0, "limit": 0.02},
     "MARS, theta 0.9": {"theta": 0.9, "strict_opening": 0},
     "MARS, price 0.3": {"price": 0.3, "strict_opening": 0},
     "MARS, max_loss 0.02": {"max_loss": 0.02, "strict_opening": 0},
