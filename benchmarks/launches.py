@@ -11,10 +11,11 @@ which is an error, and what vLLM's own sampler launches for the same batch (by i
 
 Then come host times: microseconds of this thread for the verification and for the whole step, by
 vLLM's methods, by MARS, and by MARS with requests that ask for nothing on a server that is strict
-unless one does; then both of MARS over vLLM's best method without loss. All run in turn; what counts is the 20th percentile, which other work on the machine moves least. Here the
-tensors are a CPU's, and Triton compiles for a GPU and launches by its own launcher (`launcher`), so
-that all is real but the driver's part of a launch, and CUDA's allocator. --output writes these to a
-file for `make figures`.
+unless one does; then both of MARS over vLLM's best method without loss. All run in turn; what
+counts is the 20th percentile, which other work on the machine moves least. Here the tensors are a
+CPU's, and Triton compiles for a GPU and launches by its own launcher (`launcher`), so that all is
+real but the driver's part of a launch, and CUDA's allocator. --output writes these to a file for
+`make figures`.
 
 Exit status: 0; 1 where something waits for the device; 2 without a C compiler.
 """

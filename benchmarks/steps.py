@@ -6,9 +6,10 @@
 Each engine has a process: without drafts, with vLLM's `standard` and `block`, with MARS, whose
 requests are lossy, and with MARS that is strict unless a request asks, which none does. All start,
 and then take turns, one alone at a time, in `--rounds` rounds: a batch of requests decodes
-`--steps` steps behind some that are not timed, at each batch size and temperature. `8b` is Llama-3.1-8B's shape with an EAGLE-3 head of its shape, both with dummy
-weights, so that hardly a draft is accepted: its steps take what they take, its tokens say nothing.
-vLLM schedules asynchronously where it can, so that the host works while the device does.
+`--steps` steps behind some that are not timed, at each batch size and temperature. `8b` is
+Llama-3.1-8B's shape with an EAGLE-3 head of its shape, both with dummy weights, so that hardly a
+draft is accepted: its steps take what they take, its tokens say nothing. vLLM schedules
+asynchronously where it can, so that the host works while the device does.
 """
 
 import argparse

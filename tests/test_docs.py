@@ -1,5 +1,6 @@
 """The site of `make docs`: it builds, and a dead link or anchor ends the build. The pictures."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -22,6 +23,10 @@ from vllm_mars.options.config import (
 from vllm_mars.releases import RELEASES
 
 ROOT = Path(__file__).parents[1]
+# In a sentence: enough of a command to check.
+INLINE = re.compile(
+    r"`((?:\.venv/bin/|[A-Z_]+=\S+ )?(?:vllm-mars|make|pip install|python -m) [^`\n]+)`"
+)
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/*.md", "benchmarks/results/*.md", "vllm_mars/**/README.md")
@@ -139,7 +144,8 @@ def test_prose_says_that_its_figures_are_old():
 def commands():
     """Each command on a page, as a list of words, by its page."""
     for page in PAGES:
-        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S):
+        text = page.read_text()
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) + INLINE.findall(text):
             lines = block.splitlines(keepends=True)
             while lines:
                 command = lines.pop(0)
@@ -211,7 +217,7 @@ def test_a_command_runs_from_where_its_page_says(page, words):
     # Made by `make`, or by the page's own `pip install`.
     if words[0].startswith(".venv/bin/"):
         words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
-    elif words[0] in ("vllm-mars", "vllm", "python"):
+    elif words[0] in ("vllm-mars", "vllm") and f"`{' '.join(words)}`" not in page.read_text():
         here = r"\. \.venv/bin/activate|^pip install '\.\[(cuda|experiments)"
         assert re.search(here, page.read_text(), re.M), "where does it come from?"
     for word in words:
@@ -220,8 +226,11 @@ def test_a_command_runs_from_where_its_page_says(page, words):
     command = " ".join(words)
     begin = next((it for it in CHECKS if command.startswith(f"{it} ")), None)
     if begin is None:
-        script = ROOT / words[words[0] == "python"]
-        assert script.is_file() or words[1:2] == ["-m"], f"{command} is not among CHECKS"
+        script = words[words[0] == "python"]
+        if script == "-m":
+            assert importlib.util.find_spec(words[2]), command
+        else:
+            assert (ROOT / script).is_file(), f"{command} is not among CHECKS"
     elif check := CHECKS[begin]:
         check(words[len(begin.split()) :])
 
