@@ -37,7 +37,7 @@ class Step(NamedTuple):
             request's first row is the last token before the step, or -1.
         cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
         records: of all slots.
-        slots: int32 or int64 `[batch]`, the slot of each request; the kernels pass over one of -1.
+        slots: int32 or int64 `[batch]`, the slot of each request.
         total_len: int32 `[S]`, tokens of prompt and output before this step, by slot.
         prompt_len: int32 `[S]`.
         num_speculative_tokens: K, the longest draft of a request, or more, which sets the width of
