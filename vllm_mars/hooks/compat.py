@@ -68,7 +68,6 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
             "scheduler_output, model_runner_output"
         ),
-        "vllm.v1.executor.abstract:Executor.collective_rpc": "method",
         "vllm.v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
     },
     "V1": {
