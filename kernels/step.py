@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.ledger.naive import LOSS_BITS
+from vllm_mars.kernels.ledger.naive import UNIT
 from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.rules import Rule
 
@@ -121,4 +121,4 @@ class VerifyOutput(NamedTuple):
     @property
     def loss(self) -> torch.Tensor:
         """`lost` in nats: the sum of log p(first choice) - log p(token); float32 `[batch]`."""
-        return self.lost.float() * 2.0**-LOSS_BITS
+        return self.lost.float() * UNIT
