@@ -13,12 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm.logger import init_logger
-
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.requests import OVERRIDES, check_overrides
-
-logger = init_logger("vllm.vllm_mars.options.overrides")
 
 VARIABLE = "VLLM_MARS_OVERRIDES"
 # Seconds between two looks at the file.
@@ -67,7 +63,7 @@ class Overrides:
             self._options = self._read()
         except ValueError as error:
             in_force = json.dumps(self._options)
-            logger.error("%s Until then this stays in force: %s", error, in_force)
+            _logger().error("%s Until then this stays in force: %s", error, in_force)
             return
         for observer in self._observers:
             observer(self._options)
@@ -82,7 +78,7 @@ class Overrides:
                 f"{VARIABLE}={self._path} cannot be used: {reason}. Write JSON there, such as "
                 '{"mars_max_loss": 0}, or {} for no override.'
             ) from error
-        logger.info("%s: in force for new requests: %s", VARIABLE, json.dumps(options))
+        _logger().info("%s: in force for new requests: %s", VARIABLE, json.dumps(options))
         return options
 
 
@@ -121,3 +117,9 @@ def _stamp(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.vllm_mars.options.overrides")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import prometheus_client
-from vllm.logger import init_logger
 
 from vllm_mars import __version__
 from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, CounterLayout
@@ -18,8 +17,6 @@ from vllm_mars.kernels.ledger.naive import UNIT
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
 from vllm_mars.report.carrier import EngineReport, add_counts, found_on
-
-logger = init_logger("vllm.vllm_mars.report.metrics")
 
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
@@ -253,7 +250,7 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
     @functools.wraps(log)
     def log_and_add() -> None:
         log()
-        logging.log(logger, stat_logger.log_prefix)
+        logging.log(_logger(), stat_logger.log_prefix)
 
     stat_logger.log = log_and_add
     _observe_records(stat_logger, lambda *observed: logging.observe(*observed[:2]))
@@ -283,6 +280,12 @@ def _check_length(counts: list[int], layout: CounterLayout) -> None:
             f"{len(counts)} counts came from a worker, but {layout.size} were expected; install "
             "the same version of vllm-mars on every node."
         )
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.vllm_mars.report.metrics")
 
 
 def read_on(engine: Any, _: MarsConfig) -> None:
