@@ -12,7 +12,6 @@ import wrapt
 # Names that vLLM would report as unknown, or refuse.
 VARIABLES = (
     "VLLM_MARS_CACHE",
-    "VLLM_MARS_CUDA_GRAPH",
     "VLLM_MARS_LOCK",
     "VLLM_MARS_OVERRIDES",
 )
