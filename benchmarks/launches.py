@@ -4,7 +4,7 @@
 
 What is counted is on torch's meta device, which takes the accelerator's path. Each operation that
 is no view is one kernel or one copy. A step is that of
-`runner_v2`: vLLM's `RejectionSampler.__call__` and what MARS wraps around it, the speculator's call
+`RunnerV2`: vLLM's `RejectionSampler.__call__` and what MARS wraps around it, the speculator's call
 among it. A line of JSON for each case tells what is launched, what of it waits for the device,
 which is an error, and what vLLM's own sampler launches for the same batch (by its method
 `standard`, of probabilistic drafts by `block`, too). With -v come the names.
@@ -172,8 +172,7 @@ def methods_of(is_drawn: bool) -> tuple[str, ...]:
 
 def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
     """What a step launches, a row for each case and kind of batch; then where requests leave."""
-    from benchmarks.kernel_step import Shape, step_of
-    from benchmarks.runner_v2 import RunnerV2
+    from benchmarks.step_v2 import RunnerV2, Shape, step_of
     from vllm_mars import MarsConfig
 
     def row(name: str, bys: dict[str, Any], step: Any, *given: Any) -> dict[str, Any]:
@@ -198,8 +197,8 @@ def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
 
 def time_cases(rounds: int) -> Iterator[list[Any]]:
     """Rows of `COLUMNS`."""
-    from benchmarks.kernel_step import Shape, ThreadClock, step_of, time_in_turn
-    from benchmarks.runner_v2 import RunnerV2
+    from benchmarks.clocks import ThreadClock, time_in_turn
+    from benchmarks.step_v2 import RunnerV2, Shape, step_of
     from vllm_mars import MarsConfig
 
     for kind, batch in itertools.product(TIMED, BATCHES):

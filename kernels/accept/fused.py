@@ -95,9 +95,6 @@ def accept_kernel(
     end = tl.load(cu_num_logits_ptr + request)
     start = tl.load(cu_num_logits_ptr + request - 1, mask=request > 0, other=0)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    # What fills up a batch of a fixed size.
-    if slot < 0:
-        return
     offset = tl.arange(0, POSITIONS)
     row = start + offset
     is_row = row < end

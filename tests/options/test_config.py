@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.hooks.pickled import TravellingOptions
 from vllm_mars.kernels.rules import PRICE
 from vllm_mars.options.config import config_of, lossy_reason, split_speculative_config
 from vllm_mars.options.lock import check_lock

@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig
 from vllm_mars.hooks.arguments import check_request
-from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.hooks.pickled import TravellingOptions
 from vllm_mars.kernels.ledger.naive import (
     MOST_LOSS,
     MOST_PRICE_UNITS,

@@ -19,7 +19,6 @@ HOOKS = {
     "vllm.v1.core.sched.scheduler": "vllm_mars.hooks.patches:patch_scheduler",
     "vllm.v1.metrics.loggers": "vllm_mars.hooks.patches:patch_stat_loggers",
     "vllm.v1.metrics.stats": "vllm_mars.hooks.patches:patch_stats",
-    "vllm.v1.executor.abstract": "vllm_mars.hooks.patches:patch_executor",
     "vllm.v1.worker.gpu_model_runner": "vllm_mars.hooks.patches:patch_runner_v1",
     "vllm.v1.worker.gpu.model_runner": "vllm_mars.hooks.patches:patch_runner_v2",
 }
