@@ -1,9 +1,10 @@
-"""What drawn drafts are drawn at: a share of each request's temperature, and with which numbers.
+"""What probabilistic drafts are drawn from: the request's sampling parameters and its own numbers.
 
-vLLM divides the draft's logits by the request's temperature, and the share goes into that divisor.
-So verification, which is given the probabilities (V1) or divides the same logits by the same number
-again (V2), sees the very distribution that was drawn from, in whatever dtype the logits are kept. A
-greedy request's temperature, 0, stays what it is.
+vLLM draws drafts by the request's temperature alone. Here they are drawn under its penalties, top-k
+and top-p as well, which the tokens of the draft so far count for, and at a share of its temperature.
+Verification is lossless for any draft distribution that it is given, and it is given this one: V1's
+the probabilities, V2's the logits, in the dtype that they are kept in, which it divides by the same
+number. A greedy request's temperature, 0, stays what it is.
 """
 
 import inspect
@@ -13,24 +14,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.releases import draws_anew
+from vllm_mars.worker.constraints import constrain
 
 if TYPE_CHECKING:
     from vllm_mars.worker.requests_v2 import RequestsV2
 
-logger = init_logger("vllm.vllm_mars.worker.draft_temperature")
+logger = init_logger("vllm.vllm_mars.worker.draft_sampling")
 
 
-def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]) -> None:
-    """Lets a drafter of the V1 runner draw at a share of the temperature, and by requests' seeds.
+def wrap_v1(runner: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]) -> None:
+    """Lets a drafter of the V1 runner draw by its requests' sampling parameters and seeds.
 
     vLLM draws all drafts from the numbers of the process, so that no seed would repeat an answer.
 
     Args:
-        drafter: of vLLM's V1 runner. If it draws, its `_sample_from_logits`, which all of its
-            drafts are drawn by, is wrapped, on this instance alone.
+        runner: vLLM's. If its drafter draws, the drafter's `_sample_from_logits`, which all of its
+            drafts are drawn by, and the runner's `propose_draft_token_ids`, which is told the
+            step's tokens, are wrapped, on these instances alone.
         config: the options.
         draft_shares: gives those of the batch's first requests; float32.
 
@@ -39,6 +43,7 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+    drafter = runner.drafter
     # No other class draws.
     draws = isinstance(drafter, SpecDecodeBaseProposer) and bool(
         _said_by(drafter, "_enable_probabilistic_draft_probs")
@@ -46,7 +51,16 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
     is_scaled = _is_scaled(draws, drafter, config)
     if not draws:
         return
-    sample_from_logits = drafter._sample_from_logits
+    sample_from_logits, propose = drafter._sample_from_logits, runner.propose_draft_token_ids
+    # Of each request the tokens of this step that vLLM's lists of output tokens do not hold yet;
+    # and the draft tokens after these, a tensor for each draft step.
+    emitted: list[list[int]] = []
+    drafted: list[torch.Tensor] = []
+
+    def propose_and_note(scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
+        emitted[:] = sampled.tolist() if isinstance(sampled, torch.Tensor) else [[]] * len(sampled)
+        drafted.clear()
+        return propose(scheduler_output, sampled, *args, **kwargs)
 
     def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
         # None where all requests are greedy.
@@ -55,19 +69,52 @@ def scale_v1(drafter: Any, config: MarsConfig, draft_shares: Callable[[int], tor
         if is_scaled:
             scaled = temperature * draft_shares(len(temperature))
             sampling_metadata = replace(sampling_metadata, temperature=scaled)
+        has_penalties = not sampling_metadata.no_penalties
+        if has_penalties:
+            logits = _penalised(logits.float(), sampling_metadata, emitted, drafted)
+        if has_penalties or not (sampling_metadata.top_k is sampling_metadata.top_p is None):
+            num_rows = [len(logits) // len(temperature)] * len(temperature)
+            logits = constrain(logits.float(), num_rows, sampling_metadata)
+            sampling_metadata = replace(sampling_metadata, temperature=temperature.sign())
         drawn, probs = sample_from_logits(logits, sampling_metadata)
-        # A request may have several rows, one behind the other.
+        # A request may have several rows, one after the other.
         own = probs.view(len(temperature), -1, probs.shape[-1])
         for place, generator in sampling_metadata.generators.items():
             if temperature[place] > 0:
                 noise = torch.empty_like(own[place]).exponential_(generator=generator)
                 drawn.view(len(own), -1)[place] = (own[place] / noise).argmax(-1)
+        drafted.append(drawn)
         return drawn, probs
 
-    drafter._sample_from_logits = sample
+    drafter._sample_from_logits, runner.propose_draft_token_ids = sample, propose_and_note
 
 
-def scale_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> bool:
+def _penalised(
+    logits: torch.Tensor,
+    sampling_metadata: Any,
+    emitted: list[list[int]],
+    drafted: list[torch.Tensor],
+) -> torch.Tensor:
+    """Draft logits under their requests' penalties; float32, written."""
+    num_rows = len(logits) // len(sampling_metadata.temperature)
+    # Tokens that are drawn at once do not know each other.
+    drafts = torch.stack(drafted, 1).tolist() if drafted and num_rows == 1 else [[]] * len(logits)
+    of_requests = zip(sampling_metadata.output_token_ids, emitted, drafts, strict=False)
+    # -1, after the last token of a step, is not counted.
+    output = [[*own, *new, *draft] for own, new, draft in of_requests for _ in range(num_rows)]
+    prompts, presence, frequency, repetition = (
+        values.repeat_interleave(num_rows, dim=0)
+        for values in (
+            sampling_metadata.prompt_token_ids,
+            sampling_metadata.presence_penalties,
+            sampling_metadata.frequency_penalties,
+            sampling_metadata.repetition_penalties,
+        )
+    )
+    return apply_all_penalties(logits, prompts, presence, frequency, repetition, output)
+
+
+def wrap_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> bool:
     """Lets the speculator of a V2 runner draw at a share of the temperature.
 
     vLLM draws by seed and position. Verified by blocks, a draft stays or not by the numbers of all
