@@ -9,9 +9,10 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 import steps_v1
 import workload
+from drafted import ASKED, TEMPERATURES, distribution, logits_of
 from engines import engine_in_process
 from vllm_mars import MarsConfig
-from vllm_mars.worker.draft_sampling import wrap_v1
+from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
 
 
 @pytest.mark.nightly
@@ -49,7 +50,7 @@ def drafter():
 def wrap(drafter, config, share=1.0):
     """Wraps a drafter, whose requests all have this share; returns what tells a step's tokens."""
     runner = SimpleNamespace(drafter=drafter, propose_draft_token_ids=lambda *_: None)
-    wrap_v1(runner, config, lambda batch: torch.full((batch,), share))
+    wrap_drafter(runner, config, lambda batch: torch.full((batch,), share))
     return lambda *tokens: runner.propose_draft_token_ids(None, torch.tensor(tokens))
 
 
@@ -130,35 +131,6 @@ def test_a_drafter_that_no_longer_says_whether_it_draws():
         wrap(drafter, MarsConfig())
 
 
-VOCAB = 40
-
-
-def distribution(logits, temperature, prompt, output, repetition, frequency, presence, k, p):
-    """What a request's parameters make of a row, from their definitions, in double precision."""
-    logits = np.array(logits, dtype=float)
-    counts = np.bincount(output, minlength=VOCAB)
-    seen = (counts > 0) | (np.bincount(prompt, minlength=VOCAB) > 0)
-    logits *= np.where(seen, np.where(logits > 0, 1 / repetition, repetition), 1)
-    logits -= frequency * counts + presence * (counts > 0)
-    weights = np.exp((logits - logits.max()) / temperature)
-    order = np.argsort(-weights)
-    weights[order[k:]] = 0
-    weights /= weights.sum()
-    before = np.cumsum(weights[order]) - weights[order]
-    weights[order[before >= p]] = 0
-    return weights / weights.sum()
-
-
-# Prompt, output before the step, the step's tokens, and the parameters.
-ASKED = [
-    ([1, 2, 3], [4, 4], [5, -1, -1], (1.3, 0.0, 0.0, VOCAB, 1.0)),
-    ([1, 1, 7], [], [8, 9, -1], (1.0, 0.53, 0.7, 12, 1.0)),
-    ([2, 5, 6], [9], [9, 9, 9], (1.0, 0.0, 0.0, VOCAB, 0.6)),
-    ([2, 5, 6], [9], [3, -1, -1], (1.2, -0.4, 0.3, 6, 0.8)),
-    ([2, 5, 6], [9], [3, -1, -1], (1.0, 0.0, 0.0, VOCAB, 1.0)),
-]
-
-
 def parameters(temperatures, **changes):
     """The metadata of `ASKED`."""
     prompts, outputs, _, own = zip(*ASKED, strict=True)
@@ -182,23 +154,21 @@ def parameters(temperatures, **changes):
 def test_drafts_are_drawn_under_the_parameters_of_their_requests(drafter, rows, share, dtype):
     """Which the tokens of the step and of the draft count for, where they are drawn in turn."""
     begin = wrap(drafter, MarsConfig(draft_temperature=share), share)
-    temperatures, batch = [0.7, 1.0, 1.3, 0.0, 0.9], len(ASKED)
+    batch = len(ASKED)
     generator = torch.Generator().manual_seed(3)
     begin(*(tokens for *_, tokens, _ in ASKED))
     so_far = [[] for _ in ASKED]
     for _ in range(1 if rows > 1 else 4):
-        # Without ties, which top-k keeps.
-        order = [torch.randperm(VOCAB, generator=generator) for _ in range(batch * rows)]
-        logits = (torch.stack(order) / 8 - 2.5).to(dtype)
-        drawn, probs = drafter._sample_from_logits(logits.clone(), parameters(temperatures))
+        logits = logits_of(batch * rows, generator).to(dtype)
+        drawn, probs = drafter._sample_from_logits(logits.clone(), parameters(TEMPERATURES))
         for row, token in enumerate(drawn.tolist()):
             prompt, output, new, own = ASKED[row // rows]
             output = [token for token in (*output, *new, *so_far[row // rows]) if token >= 0]
-            temperature = temperatures[row // rows] * share or 1.0
-            q = distribution(logits[row].tolist(), temperature, prompt, output, *own)
+            temperature = TEMPERATURES[row // rows] * share or 1.0
+            q = distribution(logits[row].tolist(), temperature, (prompt, output), own)
             np.testing.assert_allclose(probs[row], q, rtol=0, atol=1e-6)
             assert q[token] > 0
-            if not temperatures[row // rows]:
+            if not TEMPERATURES[row // rows]:
                 assert token == q.argmax()
         for own, token in zip(so_far, drawn.tolist(), strict=False):
             own.append(token)

@@ -23,9 +23,9 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
-from vllm_mars.worker import draft_sampling
 from vllm_mars.worker.constraints import constrain
 from vllm_mars.worker.cut_prompts import spare_cut_prompts
+from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
 from vllm_mars.worker.requests_v1 import RequestsV1
 from vllm_mars.worker.start import log_start, require_own_sampler
 from vllm_mars.worker.terms import EngineTerms
@@ -283,7 +283,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         counters.add_ended,
         spec_config.draft_sample_method == "probabilistic",
     )
-    draft_sampling.wrap_v1(runner, config, requests.draft_shares)
+    wrap_drafter(runner, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler, spec_config, runner.device, terms, reports, requests

@@ -26,7 +26,7 @@ from vllm_mars.options.cuda_graph import graph_is_on
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
-from vllm_mars.worker import draft_sampling
+from vllm_mars.worker.draft_sampling_v2 import wrap_speculator
 from vllm_mars.worker.graphs import VerificationGraphs
 from vllm_mars.worker.requests_v2 import Asks, BatchRows, BySlot, RequestsV2
 from vllm_mars.worker.start import log_start, require_own_sampler
@@ -317,7 +317,7 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     counters = Counters(spec_config.num_speculative_tokens, runner.device)
     terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
     reports = StepReports(counters, config.logprobs == "sampled")
-    seeds_change = draft_sampling.wrap_v2(runner, config, requests)
+    seeds_change = wrap_speculator(runner, config, requests)
     finish_requests = runner.finish_requests
 
     def leave_and_finish(scheduler_output: Any) -> None:

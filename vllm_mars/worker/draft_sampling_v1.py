@@ -1,32 +1,26 @@
-"""What probabilistic drafts are drawn from: the request's sampling parameters and its own numbers.
+"""What V1 draws probabilistic drafts from: their requests' sampling parameters and seeds.
 
-vLLM draws drafts by the request's temperature alone. Here they are drawn under its penalties, top-k
-and top-p as well, which the tokens of the draft so far count for, and at a share of its temperature.
-Verification is lossless for any draft distribution that it is given, and it is given this one: V1's
-the probabilities, V2's the logits, in the dtype that they are kept in, which it divides by the same
-number. A greedy request's temperature, 0, stays what it is.
+vLLM draws them by the temperature alone. Here they are drawn under penalties, top-k and top-p as
+well, for which the tokens of the draft so far count, and at a share of the temperature. The
+verification is lossless for any draft distribution that it is given, and is given these
+probabilities. A greedy request's temperature, 0, stays what it is.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from vllm_mars.options.config import MarsConfig
-from vllm_mars.releases import draws_anew
 from vllm_mars.worker.constraints import constrain
-
-if TYPE_CHECKING:
-    from vllm_mars.worker.requests_v2 import RequestsV2
-
-logger = init_logger("vllm.vllm_mars.worker.draft_sampling")
+from vllm_mars.worker.draft_temperature import is_scaled, said_by
 
 
-def wrap_v1(runner: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]) -> None:
+def wrap_drafter(
+    runner: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]
+) -> None:
     """Lets a drafter of the V1 runner draw by its requests' sampling parameters and seeds.
 
     vLLM draws all drafts from the numbers of the process, so that no seed would repeat an answer.
@@ -46,9 +40,9 @@ def wrap_v1(runner: Any, config: MarsConfig, draft_shares: Callable[[int], torch
     drafter = runner.drafter
     # No other class draws.
     draws = isinstance(drafter, SpecDecodeBaseProposer) and bool(
-        _said_by(drafter, "_enable_probabilistic_draft_probs")
+        said_by(drafter, "_enable_probabilistic_draft_probs")
     )
-    is_scaled = _is_scaled(draws, drafter, config)
+    scales = is_scaled(draws, drafter, config)
     if not draws:
         return
     sample_from_logits, propose = drafter._sample_from_logits, runner.propose_draft_token_ids
@@ -66,7 +60,7 @@ def wrap_v1(runner: Any, config: MarsConfig, draft_shares: Callable[[int], torch
         # None where all requests are greedy.
         if (temperature := sampling_metadata.temperature) is None:
             return sample_from_logits(logits, sampling_metadata)
-        if is_scaled:
+        if scales:
             scaled = temperature * draft_shares(len(temperature))
             sampling_metadata = replace(sampling_metadata, temperature=scaled)
         has_penalties = not sampling_metadata.no_penalties
@@ -112,76 +106,3 @@ def _penalised(
         )
     )
     return apply_all_penalties(logits, prompts, presence, frequency, repetition, output)
-
-
-def wrap_v2(runner: Any, config: MarsConfig, requests: "RequestsV2") -> bool:
-    """Lets the speculator of a V2 runner draw at a share of the temperature.
-
-    vLLM draws by seed and position. Verified by blocks, a draft stays or not by the numbers of all
-    its positions, so the next step must not meet them again. Where vLLM does not see to that, the
-    seeds given to the speculator change with each step.
-
-    Args:
-        runner: vLLM's V2 `GPUModelRunner`. If its speculator draws, `propose`, which copies
-            temperatures and seeds to where its CUDA graphs read them, is wrapped, on this instance
-            alone: it is given those that the requests keep.
-        config: the options.
-        requests: of the runner.
-
-    Returns:
-        Whether seeds are to change with each step.
-
-    Raises:
-        RuntimeError: the option is given, but this speculator draws nothing; or it does not say.
-    """
-    speculator = runner.speculator
-    draws = _said_by(speculator, "draft_logits") is not None
-    seeds_change = draws and not draws_anew()
-    if not _is_scaled(draws, speculator, config) and not seeds_change:
-        return False
-    propose = speculator.propose
-    names = list(inspect.signature(propose).parameters)
-    places = {names.index("temperature"): "temperature"}
-    if seeds_change:
-        places[names.index("seeds")] = "seeds"
-
-    def propose_anew(*args: Any, **kwargs: Any) -> Any:
-        given = list(args)
-        # By place in a step, by name in vLLM's dummy run.
-        for (place, name), own in zip(places.items(), requests.drawn_with, strict=False):
-            if place < len(given):
-                given[place] = own
-            else:
-                kwargs[name] = own
-        return propose(*given, **kwargs)
-
-    speculator.propose = propose_anew
-    return seeds_change
-
-
-def _said_by(drafter: Any, name: str) -> Any:
-    """An attribute by which vLLM's drafters say whether they draw."""
-    try:
-        return getattr(drafter, name)
-    except AttributeError:
-        raise RuntimeError(
-            f"{type(drafter).__name__} has no {name}, by which vllm-mars knows whether it draws "
-            "drafts; install a vLLM that it knows, or drop rejection_sample_method 'mars'."
-        ) from None
-
-
-def _is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:
-    """Whether there is something to scale, which the log then says."""
-    if not draws and config.draft_temperature is not None:
-        raise RuntimeError(
-            f"mars_draft_temperature={config.draft_temperature} is given, but "
-            f"{type(drafter).__name__} draws no drafts; drop the option, or draft with a head or a "
-            "draft model."
-        )
-    if not draws or config.draft_share == 1:
-        return False
-    logger.info(
-        "Drafts are drawn at %g times each request's temperature (mars_draft_temperature).",
-        config.draft_share,
-    )
-    return True
