@@ -13,6 +13,7 @@ It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.naive`).
 """
 
 import argparse
+import json
 import math
 import zlib
 from collections import defaultdict
@@ -165,13 +166,16 @@ def measure(args: argparse.Namespace) -> None:
         raise NotImplementedError(f"the rule's plain form serves a CPU, not {gpu}.")
     from transformers import AutoTokenizer
 
-    path = str(ensure_model())
+    path = args.model or str(ensure_model())
     tokenizer = AutoTokenizer.from_pretrained(path)
     drafts = "greedy" if args.fixed_drafts else "probabilistic"
     server = {**SERVERS[METHOD], "draft_sample_method": drafts}
     if args.draft_temperature is not None:
         server["mars_draft_temperature"] = args.draft_temperature
-    llm = open_engine(path, str(PACKAGED_HEAD), args.num_speculative_tokens, args.batch, server)
+    engine_args = {"dtype": args.dtype} if args.dtype else {}
+    llm = open_engine(
+        path, args.draft, args.num_speculative_tokens, args.batch, server, **engine_args
+    )
     from vllm import SamplingParams
 
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
@@ -191,12 +195,13 @@ def measure(args: argparse.Namespace) -> None:
         own = {it: price_of(it, temperature, not args.fixed_drafts) for it in args.rules}
         judge.prices, judge.sums = {STRICT: 0.0, **own}, {}
         whole: dict[str, Any] = {"temperature": temperature, "max_tokens": args.max_tokens}
-        whole |= {"detokenize": False, "extra_args": {"mars_max_loss": 0.02}}
+        whole |= {"detokenize": False, "extra_args": {"mars_max_loss": 0.02}, **args.sampling}
         params = [SamplingParams(seed=zlib.crc32(it.encode()), **whole) for it in prompts]
         given = [{"prompt_token_ids": ids} for ids in prompts.values()]
         llm.generate(given, params, use_tqdm=False)
         point = {"k": args.num_speculative_tokens, "drafts": drafts, "temperature": temperature}
         point |= {"draft_temperature": args.draft_temperature, "max_tokens": args.max_tokens}
+        point |= {"model": Path(args.model or "").name, "sampling": args.sampling}
         sums = {
             name: {it: [float(f"{x:.7g}") for x in sums] for it, sums in of.items()}
             for name, of in judge.sums.items()
@@ -215,18 +220,22 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """The rows of `COLUMNS`."""
     rows: list[list[Any]] = []
     steps = ["tokens", "steps"]
-    for line in sorted(lines, key=lambda it: (it["k"], is_fixed(it), it["temperature"])):
+    for line in sorted(
+        lines, key=lambda line: (*setting(line)[:3], is_fixed(line), line["temperature"])
+    ):
         drafts = ", fixed drafts" if is_fixed(line) else ", probabilistic drafts"
         drafts = drafts if line["temperature"] else ""
         if line["draft_temperature"] is not None:
             drafts += f" drawn at {line['draft_temperature']:g} x"
-        rows.append([f"{heat(line['temperature'])}{drafts}, K {line['k']}"])
-        point = line["k"], line["temperature"]
+        model, sampling, k, temperature = setting(line)
+        rows.append(
+            [", ".join(filter(None, (model, heat(temperature) + drafts, sampling, f"K {k}")))]
+        )
         default = next(
             (
-                sums(it)[STRICT]
-                for it in lines
-                if (it["k"], it["temperature"]) == point and (is_fixed(it) or not point[1])
+                sums(other)[STRICT]
+                for other in lines
+                if setting(other) == setting(line) and (is_fixed(other) or not temperature)
             ),
             None,
         )
@@ -252,6 +261,12 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
     return rows
 
 
+def setting(line: dict[str, Any]) -> tuple[str, str, int, float]:
+    """Model ("" is the packaged one), further sampling parameters, K and temperature."""
+    sampling = ", ".join(f"{name} {value:g}" for name, value in line.get("sampling", {}).items())
+    return line.get("model", ""), sampling, line["k"], line["temperature"]
+
+
 def is_fixed(line: dict[str, Any]) -> bool:
     """Whether drafts are fixed, which vLLM calls greedy."""
     return bool(line["drafts"] == "greedy")
@@ -271,6 +286,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("output", type=Path, help="JSON lines; of a report, maybe compressed")
+    add("--model", help="directory; default: the packaged model")
+    add("--draft", default=str(PACKAGED_HEAD), help="directory; default: the packaged head")
+    add("--dtype", help="default: vLLM's of this device")
+    add("--sampling", type=json.loads, default={}, help="further sampling parameters, as JSON")
     add("--rules", nargs="+", default=["bound 0.005", "bound 0.02", "bound 0.05"])
     add("--prompts", nargs="+", type=Path, default=[PACKAGED])
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.4, 0.7, 1.0])

@@ -127,6 +127,7 @@ def told(answer: Any) -> dict[str, float]:
         "ended": int(answer.finish_reason == "stop"),
         # Of p / m, whose mean is 1 at each position if the reports are exact.
         "weights": len(tokens) + sum(math.expm1(-it) for it in ratios),
+        "nats": sum(ratios),
         "drift": report.get("drift_nats", sum(ratios)),
         "repeated": len(grams) - len(set(grams)),
     }
@@ -181,13 +182,13 @@ def open_engine(
         os.environ.setdefault(name, value)
     from vllm import LLM
 
+    defaults = {"max_model_len": MAX_MODEL_LEN, **(CPU_ENGINE_ARGS if on_cpu else GPU_ENGINE_ARGS)}
     return LLM(
         path,
         speculative_config=speculative_config(draft, k, **server),
-        max_model_len=MAX_MODEL_LEN,
         max_num_seqs=batch,
         disable_log_stats=False,
-        **(CPU_ENGINE_ARGS if on_cpu else GPU_ENGINE_ARGS) | engine_args,
+        **defaults | engine_args,
     )
 
 
