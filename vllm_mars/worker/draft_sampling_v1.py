@@ -6,7 +6,7 @@ verification is lossless for any draft distribution that it is given, and is giv
 probabilities. A greedy request's temperature, 0, stays what it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,14 +63,8 @@ def wrap_drafter(
         if scales:
             scaled = temperature * draft_shares(len(temperature))
             sampling_metadata = replace(sampling_metadata, temperature=scaled)
-        has_penalties = not sampling_metadata.no_penalties
-        if has_penalties:
-            logits = _penalised(logits.float(), sampling_metadata, emitted, drafted)
-        if has_penalties or not (sampling_metadata.top_k is sampling_metadata.top_p is None):
-            num_rows = [len(logits) // len(temperature)] * len(temperature)
-            logits = constrain(logits.float(), num_rows, sampling_metadata)
-            sampling_metadata = replace(sampling_metadata, temperature=temperature.sign())
-        drawn, probs = sample_from_logits(logits, sampling_metadata)
+        own = under_parameters(logits, sampling_metadata, emitted, drafted)
+        drawn, probs = sample_from_logits(*own)
         # A request may have several rows, one after the other.
         own = probs.view(len(temperature), -1, probs.shape[-1])
         for place, generator in sampling_metadata.generators.items():
@@ -83,18 +77,49 @@ def wrap_drafter(
     drafter._sample_from_logits, runner.propose_draft_token_ids = sample, propose_and_note
 
 
-def _penalised(
+def under_parameters(
     logits: torch.Tensor,
     sampling_metadata: Any,
-    emitted: list[list[int]],
-    drafted: list[torch.Tensor],
+    emitted: Sequence[list[int]],
+    drafted: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, Any]:
+    """Draft logits under their requests' parameters.
+
+    Args:
+        logits: `[n * batch, vocab]`, n rows of each request, which may be written.
+        sampling_metadata: of the requests, some of which sample.
+        emitted: tokens of each request that its list of output tokens lacks; -1 is none.
+        drafted: draft tokens of the requests, `[batch]` for each draft step so far.
+
+    Returns:
+        The logits, and the metadata with the temperature that they are still to be divided by:
+        without penalties, top-k and top-p as they were given.
+    """
+    has_penalties = not sampling_metadata.no_penalties
+    if has_penalties:
+        logits = _penalized(logits.float(), sampling_metadata, emitted, drafted)
+    if not has_penalties and sampling_metadata.top_k is sampling_metadata.top_p is None:
+        return logits, sampling_metadata
+    temperature = sampling_metadata.temperature
+    num_rows = [len(logits) // len(temperature)] * len(temperature)
+    logits = constrain(logits.float(), num_rows, sampling_metadata)
+    return logits, replace(sampling_metadata, temperature=temperature.sign())
+
+
+def _penalized(
+    logits: torch.Tensor,
+    sampling_metadata: Any,
+    emitted: Sequence[list[int]],
+    drafted: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Draft logits under their requests' penalties; float32, written."""
     num_rows = len(logits) // len(sampling_metadata.temperature)
     # Tokens that are drawn at once do not know each other.
-    drafts = torch.stack(drafted, 1).tolist() if drafted and num_rows == 1 else [[]] * len(logits)
+    drafts = (
+        torch.stack([*drafted], 1).tolist() if drafted and num_rows == 1 else [[]] * len(logits)
+    )
     of_requests = zip(sampling_metadata.output_token_ids, emitted, drafts, strict=False)
-    # -1, after the last token of a step, is not counted.
+    # vLLM does not count -1.
     output = [[*own, *new, *draft] for own, new, draft in of_requests for _ in range(num_rows)]
     prompts, presence, frequency, repetition = (
         values.repeat_interleave(num_rows, dim=0)
