@@ -130,4 +130,7 @@ def _penalized(
             sampling_metadata.repetition_penalties,
         )
     )
-    return apply_all_penalties(logits, prompts, presence, frequency, repetition, output)
+    penalized: torch.Tensor = apply_all_penalties(
+        logits, prompts, presence, frequency, repetition, output
+    )
+    return penalized

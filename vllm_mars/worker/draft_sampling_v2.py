@@ -182,9 +182,10 @@ class DraftSampler:
             args, kwargs: further ones of `gumbel_sample`.
         """
         self.apply_parameters(logits, idx_mapping.contiguous(), logits_cache_col)
-        return gumbel_sample(
+        drawn: torch.Tensor = gumbel_sample(
             logits, idx_mapping, *args, logits_cache_col=logits_cache_col, **kwargs
         )
+        return drawn
 
     def apply_parameters(
         self, logits: torch.Tensor, slots: torch.Tensor, step: torch.Tensor

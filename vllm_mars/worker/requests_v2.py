@@ -287,8 +287,7 @@ class RequestsV2(LogitsProcessor):
             self._drawn_at.stage_write_elem(req_idx, float(drawn_at))
             # Else the slot has none already.
             if (asks | asked) & Asks.DRAFTS:
-                own = _parameters_of(sampling_params, float(drawn_at))
-                for row, value in enumerate(own):
+                for row, value in enumerate(_parameters_of(sampling_params, float(drawn_at))):
                     self._parameters.stage_write(row, req_idx, [value])
             # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its
             # prefill a request has one token more.
