@@ -119,6 +119,10 @@ class DraftSampler:
     def __init__(self, runner: Any, requests: RequestsV2) -> None:
         self._runner, self._requests = runner, requests
         self._speculator = speculator = runner.speculator
+        # Names of the speculator's attributes that hold its graphs.
+        self._managers: list[str] = []
+        # While graphs are captured: the scratch buffers of vLLM's kernels that they hold.
+        self._captures, self._scratch = False, dict[int, Any]()
         init, capture = speculator.init_cudagraph_manager, speculator.capture
 
         def init_twice(*args: Any, **kwargs: Any) -> None:
@@ -132,17 +136,14 @@ class DraftSampler:
             for name, manager in managers.items():
                 setattr(speculator, _WITH + name, getattr(speculator, name))
                 setattr(speculator, name, manager)
+            self._managers = list(managers)
 
         def capture_twice() -> None:
             capture()
+            self._captures = True
             with self.stands_in():
                 capture()
-            # The graphs write to these, and vLLM lets go of them when it needs larger ones.
-            self._scratch = [
-                *topk_topp_triton._TRITON_BUFFER_CACHE.values(),
-                *topk_topp_triton._TRITON_TABLE_CACHE.values(),
-                *topk_topp_triton._TRITON_SPLIT_CACHE.values(),
-            ]
+            self._captures = False
 
         speculator.init_cudagraph_manager, speculator.capture = init_twice, capture_twice
 
@@ -159,9 +160,8 @@ class DraftSampler:
 
     def _exchange_graphs(self) -> None:
         own = vars(self._speculator)
-        for with_parameters in [name for name in own if name.startswith(_WITH)]:
-            name = with_parameters.removeprefix(_WITH)
-            own[name], own[with_parameters] = own[with_parameters], own[name]
+        for name in self._managers:
+            own[name], own[_WITH + name] = own[_WITH + name], own[name]
 
     def sample(
         self,
@@ -216,3 +216,11 @@ class DraftSampler:
         divisor, top_k, top_p = parameters.table[:3].index_select(1, own)
         cut = apply_top_k_top_p(logits / divisor[:, None], top_k, top_p)
         logits.masked_fill_(cut == -torch.inf, -torch.inf)
+        if self._captures:
+            # vLLM lets go of them when it needs larger ones, but the graphs go on writing there.
+            for cache in (
+                topk_topp_triton._TRITON_BUFFER_CACHE,
+                topk_topp_triton._TRITON_TABLE_CACHE,
+                topk_topp_triton._TRITON_SPLIT_CACHE,
+            ):
+                self._scratch |= {id(own): own for own in cache.values()}
