@@ -136,11 +136,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def text(cell: Any, form: str) -> str:
     """A cell as a table shows it, such as "1.15 (1.02–1.33)"."""
     if isinstance(cell, list):
-        value, low, high = (format(end, form) for end in cell)
-        return (
-            f"{value} ({low} to {high})" if "-" in low or "+" in low else f"{value} ({low}–{high})"
-        )
-    return "" if cell is None else cell if isinstance(cell, str) else format(cell, form)
+        value, low, high = (text(end, form) for end in cell)
+        is_signed = low.startswith(("−", "+"))
+        return f"{value} ({low} to {high})" if is_signed else f"{value} ({low}–{high})"
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    return format(cell, form).replace("-", "−")
 
 
 def machine(run: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ them, each call with a cold L2 cache: microseconds on the device, and those that
 launch it. Requests have answered 512 tokens, and those of lossy variants have no strict opening, so
 that the rule is applied. No variant is timed before MARS at price 0 gives vLLM's tokens: those of
 its method `block` where drafts are probabilistic and requests sample (not of vLLM 0.32, see
-`kernel_step.is_repeated`), else of `standard`. `--dry-run` goes the same way with tiny
+`step_v2.is_repeated`), else of `standard`. `--dry-run` goes the same way with tiny
 shapes on a CPU, in Triton's interpreter, for which it wants `PYTHONPATH=tests/interpreted
 TRITON_INTERPRET=1`.
 
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.kernel_step import GpuClock, Shape, ThreadClock
+    from benchmarks.clocks import GpuClock, ThreadClock
+    from benchmarks.step_v2 import Shape
 
 NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter."
 # Temperature and whether drafts are drawn; 0.7 makes vLLM copy the rows into float32.
@@ -40,6 +41,8 @@ VARIANTS: dict[str, str | dict[str, Any]] = {
     "vLLM, standard": "standard",
     "vLLM, block": "block",
     "MARS, price 0": {"price": 0.0},
+    # As most requests of a server that is strict unless a request asks.
+    "MARS, strict unless asked": {"max_loss": 0.0, "limit": 0.02},
     "MARS, theta 0.9": {"theta": 0.9, "strict_opening": 0},
     "MARS, price 0.3": {"price": 0.3, "strict_opening": 0},
     "MARS, max_loss 0.02": {"max_loss": 0.02, "strict_opening": 0},
@@ -64,7 +67,8 @@ def measure_cell(clock: "ThreadClock | GpuClock", shape: "Shape", rounds: int) -
     import numpy as np
     import torch
 
-    from benchmarks.kernel_step import is_repeated, step_of, time_in_turn, tokens_of
+    from benchmarks.clocks import time_in_turn
+    from benchmarks.step_v2 import is_repeated, step_of, tokens_of
     from vllm_mars import MarsConfig
 
     step = step_of(shape, clock.device)
@@ -114,7 +118,8 @@ def measure(args: argparse.Namespace) -> int:
     import triton
 
     from benchmarks import figures
-    from benchmarks.kernel_step import GpuClock, Shape, ThreadClock
+    from benchmarks.clocks import GpuClock, ThreadClock
+    from benchmarks.step_v2 import Shape
     from vllm_mars.servers.provenance import describe_run
 
     clock = ThreadClock() if args.dry_run else GpuClock()

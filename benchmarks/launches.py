@@ -4,17 +4,18 @@
 
 What is counted is on torch's meta device, which takes the accelerator's path. Each operation that
 is no view is one kernel or one copy. A step is that of
-`runner_v2`: vLLM's `RejectionSampler.__call__` and what MARS wraps around it, the speculator's call
+`RunnerV2`: vLLM's `RejectionSampler.__call__` and what MARS wraps around it, the speculator's call
 among it. A line of JSON for each case tells what is launched, what of it waits for the device,
 which is an error, and what vLLM's own sampler launches for the same batch (by its method
 `standard`, of probabilistic drafts by `block`, too). With -v come the names.
 
 Then come host times: microseconds of this thread for the verification and for the whole step, by
-vLLM's methods and by MARS, and MARS's over those of vLLM's best method without loss. All run in
-turn; what counts is the 20th percentile, which other work on the machine moves least. Here the
-tensors are a CPU's, and Triton compiles for a GPU and launches by its own launcher (`launcher`), so
-that all is real but the driver's part of a launch, and CUDA's allocator. --output writes these to a
-file for `make figures`.
+vLLM's methods, by MARS, and by MARS with requests that ask for nothing on a server that is strict
+unless one does; then both of MARS over vLLM's best method without loss. All run in turn; what
+counts is the 20th percentile, which other work on the machine moves least. Here the tensors are a
+CPU's, and Triton compiles for a GPU and launches by its own launcher (`launcher`), so that all is
+real but the driver's part of a launch, and CUDA's allocator. --output writes these to a file for
+`make figures`.
 
 Exit status: 0; 1 where something waits for the device; 2 without a C compiler.
 """
@@ -55,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "price": {"price": 0.3, "strict_opening": 0},
     "recommended": {"max_loss": 0.02},
     "recommended, spans, own bounds": {"max_loss": 0.02, "strict_spans": ((5, 6),)},
+    "strict unless asked": {"max_loss": 0, "limit": 0.02},
 }
 TEMPERATURES = {
     **{"greedy": (0.0, 0.0), "sampled": (0.7, 0.7), "mixed": (0.0, 0.7)},
@@ -63,11 +65,11 @@ TEMPERATURES = {
 # What is timed: temperature and whether drafts are drawn.
 TIMED = ((0.0, False), (1.0, False), (1.0, True))
 BATCHES = (1, 8, 64)
-RECOMMENDED: dict[str, Any] = {"max_loss": 0.02}
-_TIMES = [f"{name}, us" for name in ("vLLM, standard", "vLLM, block", "MARS")]
+VARIANTS = {"MARS": CASES["recommended"], "MARS, strict": CASES["strict unless asked"]}
+_TIMES = [f"{name}, us" for name in ("vLLM, standard", "vLLM, block", *VARIANTS)]
 COLUMNS: list[list[Any]] = [["step", ""], *([name, ".0f"] for name in _TIMES)]
 COLUMNS += [[f"whole step: {name}", None] for name in _TIMES]
-COLUMNS += [["MARS / vLLM", ".2f"], ["whole step: MARS / vLLM", ".2f"]]
+COLUMNS += [[f"{kind}{name} / vLLM", ".2f"] for kind in ("", "whole step: ") for name in VARIANTS]
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -172,8 +174,7 @@ def methods_of(is_drawn: bool) -> tuple[str, ...]:
 
 def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
     """What a step launches, a row for each case and kind of batch; then where requests leave."""
-    from benchmarks.kernel_step import Shape, step_of
-    from benchmarks.runner_v2 import RunnerV2
+    from benchmarks.step_v2 import RunnerV2, Shape, step_of
     from vllm_mars import MarsConfig
 
     def row(name: str, bys: dict[str, Any], step: Any, *given: Any) -> dict[str, Any]:
@@ -192,20 +193,21 @@ def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
         bys = {"launches": MarsConfig(**CASES[case]), **methods}
         yield row(f"{case}, {kind}", bys, step)
     step = step_of(Shape(0.7, False, BATCH, K, VOCAB), META)
-    bys = {"launches": MarsConfig(**RECOMMENDED), "standard": "standard"}
+    bys = {"launches": MarsConfig(**CASES["recommended"]), "standard": "standard"}
     yield row("two requests end and two come", bys, step, ("0", "1"))
 
 
 def time_cases(rounds: int) -> Iterator[list[Any]]:
     """Rows of `COLUMNS`."""
-    from benchmarks.kernel_step import Shape, ThreadClock, step_of, time_in_turn
-    from benchmarks.runner_v2 import RunnerV2
+    from benchmarks.clocks import ThreadClock, time_in_turn
+    from benchmarks.step_v2 import RunnerV2, Shape, step_of
     from vllm_mars import MarsConfig
 
     for kind, batch in itertools.product(TIMED, BATCHES):
         shape = Shape(*kind, batch, K, VOCAB)
         step, methods = step_of(shape, ThreadClock.device), methods_of(shape.is_drawn)
-        bys = {**{method: method for method in methods}, "MARS": MarsConfig(**RECOMMENDED)}
+        bys: dict[str, Any] = {method: method for method in methods}
+        bys |= {name: MarsConfig(**options) for name, options in VARIANTS.items()}
         calls: dict[tuple[str, bool], Any] = {}
         for name, by in bys.items():
             calls[name, False] = step.verification(by)
@@ -220,9 +222,13 @@ def time_cases(rounds: int) -> Iterator[list[Any]]:
         of_each = [
             times.get((name, is_step))
             for is_step in (False, True)
-            for name in ("standard", "block", "MARS")
+            for name in ("standard", "block", *VARIANTS)
         ]
-        over = [times["MARS", of] / times[methods[-1], of] for of in (False, True)]
+        over = [
+            times[name, is_step] / times[methods[-1], is_step]
+            for is_step in (False, True)
+            for name in VARIANTS
+        ]
         yield [str(shape), *of_each, *(round(ratio, 3) for ratio in over)]
 
 

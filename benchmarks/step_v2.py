@@ -1,18 +1,24 @@
-"""One verification step of Model Runner V2 without an engine: vLLM's real sampler and its state.
+"""One verification step of Model Runner V2 without an engine, for `kernel`, `launches` and tests.
 
-For `kernel` and `launches`, which time it, and for tests.
+vLLM's real sampler and its state verify random or given rows; around them is as much of a runner as
+verification meets. Of the model, the drafter and the copies of vLLM's own output there is nothing.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
 MAX_MODEL_LEN = 1024
+# Of each random request: its prompt, output tokens, and how many kinds of these there are, so that
+# the guard against repetition finds some again.
+PROMPT, ANSWER, KINDS = [5, 7], 512, 1_000
 # The processed logits, the tokens `[batch, k + 1]` and how many of them count.
 Verify = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -129,29 +135,13 @@ class Step:
             protected: tokens that keep their probability.
             logprobs_mode: as vLLM's engine option.
         """
-        from vllm_mars import MarsConfig, MarsRejectionSamplerV2
-        from vllm_mars.report.counters import Counters
-        from vllm_mars.report.worker import StepReports
-        from vllm_mars.worker.requests_v2 import RequestsV2
-        from vllm_mars.worker.terms import EngineTerms
-
-        is_mars = isinstance(by, MarsConfig)
-        method = self.strict_method if by is None or is_mars else by
-        verifier = self.vllm_sampler(method, logprobs_mode=logprobs_mode)
-        sampler, device = verifier.sampler, self.logits.device
-        if is_mars:
-            is_drawn = self.draft_logits is not None
-            requests = RequestsV2(by, sampler.req_states, is_drawn=is_drawn)
-            sampler.logits_processors.append(requests)
-            reports = StepReports(Counters(self.steps, device), by.logprobs == "sampled")
-            own = EngineTerms(by, list(protected)), reports, requests
-            verifier = MarsRejectionSamplerV2(sampler, self.spec_config(method), device, *own)
-        self.enter(sampler)
-        if is_mars and is_drawn:
+        method = self.strict_method if by is None else by
+        runner = RunnerV2(self, method, protected=protected, logprobs_mode=logprobs_mode)
+        if not isinstance(method, str) and self.draft_logits is not None:
             # These drafts were drawn at the temperature itself.
-            requests.drawn_with[0].copy_(sampler.sampling_states.temperature.gpu)
-        self.answer(sampler)
-        return verifier
+            temperature = runner.sampler.sampling_states.temperature.gpu
+            runner.rejection_sampler.requests.drawn_with[0].copy_(temperature)
+        return runner.rejection_sampler
 
     def enter(self, sampler: Any, names: Iterable[str] | None = None) -> None:
         """Puts requests, by default all, into their slots, with what their prefill computed."""
@@ -243,3 +233,230 @@ class Step:
             batch.seq_lens_cpu_upper_bound.numpy(),
             batch.input_ids[:],
         )
+
+
+class Speculator:
+    """Drafts nothing, without graphs. Its `propose` takes what vLLM's takes.
+
+    Attributes:
+        draft_logits: as in `Step`.
+        given: temperatures and seeds of the last call.
+    """
+
+    draft_watermarker = None
+
+    def __init__(self, draft_logits: Any) -> None:
+        self.draft_logits = draft_logits
+        self.given: tuple[Any, Any] | None = None
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: Any,
+        num_rejected: Any,
+        last_sampled: Any,
+        next_prefill_tokens: Any,
+        temperature: Any,
+        seeds: Any,
+        **others: Any,
+    ) -> None:
+        """Notes what it draws with."""
+        self.given = temperature, seeds
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing."""
+
+    def capture(self) -> None:
+        """Nothing."""
+
+
+class RunnerV2:
+    """Stands in for vLLM's `GPUModelRunner`, whose methods of these names it follows.
+
+    Args:
+        step: its inputs; all requests are in the batch.
+        by: a `MarsConfig`, or one of vLLM's rejection sample methods.
+        protected: tokens that keep their probability.
+        logprobs_mode: as vLLM's engine option.
+
+    Attributes:
+        sampled: what the sampler gave last.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        by: Any,
+        *,
+        protected: Iterable[int] = (2,),
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
+        self._step, self._logprobs_mode = step, logprobs_mode
+        # There is no tokenizer that could name them.
+        self._by = by if isinstance(by, str) else replace(by, protected_token_ids=tuple(protected))
+        self.device = step.logits.device
+        self.vllm_config = vllm_config()
+        self.model_config = SimpleNamespace(skip_tokenizer_init=True)
+        self.speculative_config = step.spec_config(by if isinstance(by, str) else "standard")
+        self.speculator = Speculator(step.draft_logits)
+        self.req_states: Any = None
+        self.sampled: Any = None
+        self.load_model()
+        self._begin()
+
+    def _begin(self) -> None:
+        """All requests come, and answer."""
+        self._step.enter(self.sampler)
+        self._step.answer(self.sampler)
+        self._batch = self._step.batch()
+
+    def load_model(self) -> None:
+        """Makes the samplers anew, whose slots must be free."""
+        from vllm_mars.worker.sampler_v2 import install
+
+        step = self._step
+        self.rejection_sampler = step.vllm_sampler(
+            self.speculative_config.rejection_sample_method, self.req_states, self._logprobs_mode
+        )
+        self.sampler = self.rejection_sampler.sampler
+        self.req_states = self.sampler.req_states
+        if not isinstance(self._by, str):
+            # There is no parallel group.
+            with mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=0):
+                install(self, self._by)
+
+    def reload(self) -> None:
+        """As after a sleep: all requests end, the model is loaded again, and as many come."""
+        self.finish_requests(_scheduled(self.req_states.req_id_to_index))
+        self.load_model()
+        self._begin()
+
+    def step(self, finished: Sequence[str] = ()) -> None:
+        """A step as the engine asks for it.
+
+        Args:
+            finished: ids of requests that have ended; others with the same ids come.
+        """
+        self.execute_model(_scheduled(finished))
+        self.sample_tokens(None)
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        """What comes before the model."""
+        self.finish_requests(scheduler_output)
+        if scheduler_output.finished_req_ids:
+            self._step.enter(self.sampler, scheduler_output.finished_req_ids)
+        # In each step, as vLLM does.
+        self.sampler.apply_staged_writes()
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Frees the slots of requests."""
+        for name in scheduler_output.finished_req_ids:
+            self.req_states.remove_request(name)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """What comes behind the model; of vLLM's own output the object that is sent alone."""
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+        batch, states = self._batch, self.req_states
+        self.sampled = self.rejection_sampler(
+            self._step.logits, batch, self.speculator.draft_logits, None
+        )
+        # Without the stream of its constructor.
+        output = AsyncOutput.__new__(AsyncOutput)
+        output.model_runner_output = ModelRunnerOutput(batch.req_ids, {})
+        sampling = self.sampler.sampling_states
+        self.speculator.propose(
+            *(batch, None, None, None, None, self.sampled.num_sampled, self.sampled.num_rejected),
+            *(states.last_sampled_tokens, states.next_prefill_tokens),
+            *(sampling.temperature.gpu, sampling.seeds.gpu),
+            num_speculative_tokens=self.speculative_config.num_speculative_tokens,
+            dp_sync_state=None,
+            mm_inputs=None,
+        )
+        return output
+
+
+def _scheduled(finished: Iterable[str]) -> Any:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.finished_req_ids.update(finished)
+    return scheduled
+
+
+class Shape(NamedTuple):
+    """A batch whose requests have `k` draft tokens each, and bfloat16 logits."""
+
+    temperature: float
+    is_drawn: bool
+    batch: int
+    k: int
+    vocab: int
+
+    def __str__(self) -> str:
+        drafts = "probabilistic" if self.is_drawn else "fixed"
+        return f"temperature {self.temperature:g}, {drafts} drafts, batch {self.batch}"
+
+
+def step_of(shape: Shape, device: torch.device, params: Sequence[Any] | None = None) -> Step:
+    """The inputs of one step, random and the same at each call.
+
+    The draft's logits are near the target's. A draft token is drawn from them where drafts are
+    drawn, else the target's first choice with probability 0.6, or its second or third.
+
+    Args:
+        params: a `SamplingParams` for each request; default: the shape's temperature.
+    """
+    from vllm import SamplingParams
+
+    torch.manual_seed(0)
+    temperature, is_drawn, batch, k, vocab = shape
+    random = functools.partial(torch.rand, device=device)
+    normal = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    logits, draft_logits = normal(batch * (k + 1), vocab) * 3, None
+    of_drafts = logits.view(batch, k + 1, vocab)[:, :-1]
+    if is_drawn:
+        draft_logits = of_drafts + normal(batch, k, vocab) / 2
+        noise = -random(batch, k, vocab).log().neg().log()
+        drafts = (draft_logits / (temperature or 1) + noise).argmax(-1)
+    else:
+        rank = random(batch, k)
+        rank = (rank > 0.6).long() + (rank > 0.85)
+        drafts = of_drafts.topk(3).indices.gather(2, rank[..., None]).squeeze(2)
+    # The meta device has no values.
+    ids = [[0] * k] * batch if device.type == "meta" else drafts.tolist()
+    answers = np.random.default_rng(0).integers(0, min(KINDS, vocab), (batch, ANSWER))
+    # Without a seed of its own a request gets a random one.
+    given = params or [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_MODEL_LEN)
+        for seed in range(batch)
+    ]
+    requests = [
+        Request(own, draft, PROMPT + answer, len(PROMPT), len(PROMPT))
+        for own, draft, answer in zip(given, ids, answers.tolist(), strict=True)
+    ]
+    return Step(requests, logits, draft_logits, k)
+
+
+def is_repeated(step: Step) -> bool:
+    """Whether strict requests get the tokens of vLLM's `strict_method`.
+
+    Not those of vLLM 0.32 by blocks: it compares with the same random numbers again in the next
+    step, which MARS does not.
+    """
+    from vllm_mars.releases import draws_anew
+
+    is_greedy = all(not request.sampling.temperature for request in step.requests)
+    return is_greedy or step.strict_method == "standard" or draws_anew()
+
+
+def tokens_of(verify: Verify) -> torch.Tensor:
+    """The tokens of one call, `[batch, k + 1]` with -1 behind the last of a request."""
+    _, tokens, count = verify()
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.masked_fill(steps >= count[:, None], -1)

@@ -3,12 +3,13 @@
     python -m benchmarks.steps --output steps.json
     python -m benchmarks.steps --output steps.json --models packaged 8b
 
-Each engine has a process: without drafts, with vLLM's `standard` and `block`, and with MARS, whose
-requests are lossy. All start, and then take turns, one alone at a time, in `--rounds` rounds: a
-batch of requests decodes `--steps` steps behind some that are not timed, at each batch size and
-temperature. `8b` is Llama-3.1-8B's shape with an EAGLE-3 head of its shape, both with dummy
-weights, so that hardly a draft is accepted: its steps take what they take, its tokens say nothing.
-vLLM schedules asynchronously where it can, so that the host works while the device does.
+Each engine has a process: without drafts, with vLLM's `standard` and `block`, with MARS, whose
+requests are lossy, and with MARS that is strict unless a request asks, which none does. All start,
+and then take turns, one alone at a time, in `--rounds` rounds: a batch of requests decodes
+`--steps` steps behind some that are not timed, at each batch size and temperature. `8b` is
+Llama-3.1-8B's shape with an EAGLE-3 head of its shape, both with dummy weights, so that hardly a
+draft is accepted: its steps take what they take, its tokens say nothing. vLLM schedules
+asynchronously where it can, so that the host works while the device does.
 """
 
 import argparse
@@ -32,7 +33,9 @@ from vllm_mars.servers.provenance import describe_run, vllm_device
 from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS, CPU_ENV
 
 NONE = "no drafts"
-ENGINES = NONE, "standard", "block", METHOD
+STRICT = f"{METHOD}, strict"
+MARS = {METHOD: RECOMMENDED, STRICT: RECOMMENDED | {"mars_max_loss": 0, "mars_limit": 0.02}}
+ENGINES = NONE, "standard", "block", *MARS
 MODELS = {"packaged": 4, "8b": 3}
 PROMPT_LEN, WARM_UP = 64, 12
 LLAMA_8B: dict[str, Any] = {
@@ -84,7 +87,7 @@ def start(model: str, engine: str, batch: int, steps: int, folder: Path) -> Any:
         path, head = written(folder / "8b", LLAMA_8B), written(folder / "8b-eagle3", HEAD_8B)
         own |= {"load_format": "dummy", "skip_tokenizer_init": True}
     drafts: dict[str, Any] = {"draft_sample_method": "probabilistic"}
-    drafts |= RECOMMENDED if engine == METHOD else {"rejection_sample_method": engine}
+    drafts |= MARS.get(engine, {"rejection_sample_method": engine})
     if engine != NONE:
         own["speculative_config"] = {
             **speculative_config(head, MODELS[model], **drafts),

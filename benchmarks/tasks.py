@@ -178,6 +178,11 @@ def measure(args: argparse.Namespace) -> None:
     for line in read(args.output):
         if "run" not in line and line["point"] == point:
             wanted.pop(json.dumps([line[name] for name in ("task", "problem", "seed", "rule")]), 0)
+    tokens = {
+        problem.name: token_ids(tokenizer, problem.prompt) for _, problem, _, _ in wanted.values()
+    }
+    if not tokens:
+        return
     llm = open_engine(
         str(args.model),
         str(args.draft),
@@ -186,7 +191,7 @@ def measure(args: argparse.Namespace) -> None:
         SERVERS[server] if server == "theta" else SERVERS[server] | PROBABILISTIC,
         per_request_spec_decode_metrics="summary",
         dtype=args.dtype,
-        max_model_len=4096,
+        max_model_len=max(map(len, tokens.values())) + args.max_tokens,
     )
     from vllm import SamplingParams
 
@@ -204,8 +209,7 @@ def measure(args: argparse.Namespace) -> None:
                 extra_args={"mars_return": True, **rules[rule]},
                 **{"temperature": 0.0, **args.sampling},
             )
-            prompt = {"prompt_token_ids": token_ids(tokenizer, problem.prompt)}
-            engine.add_request(key, prompt, params)
+            engine.add_request(key, {"prompt_token_ids": tokens[problem.name]}, params)
         for output in engine.step():
             if not output.finished:
                 continue

@@ -19,10 +19,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 ALL_TABLES = "benchmarks/results/README.md"
-PAGES = ("*.md", "docs/*.md", "benchmarks/*/README.md")
+PAGES = ("*.md", "docs/*.md", "benchmarks/*/README.md", "findings/README.md")
 TARGET = re.compile(r"\]\(([^)#\s]+)|srcset=\"([^\"]+)\"")
 # As a table of figures has it.
-INTERVAL = re.compile(r"\([-+]?[\d.]+(?:–| to )[-+]?[\d.]+\)(?=[^<]*</td>)")
+INTERVAL = re.compile(r"\([−+]?[\d.]+(?:–| to )[−+]?[\d.]+\)(?=[^<]*</td>)")
 # It typesets the formulas. npm brings it once; nothing of it is in the repository.
 KATEX = "katex@0.19.1"
 KATEX_FOLDER = ROOT / "build" / KATEX

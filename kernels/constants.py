@@ -62,7 +62,7 @@ class Constants(NamedTuple):
     BY_POSITION: int = len(account.BY_POSITION)
 
     # Nats of a unit, units of a nat, and what parts a rate from units.
-    UNIT: float = 2.0**-ledger.LOSS_BITS
+    UNIT: float = ledger.UNIT
     PER_NAT: float = 2.0**ledger.LOSS_BITS
     RATE_SHIFT: int = ledger.RATE_BITS - ledger.LOSS_BITS
     MOST_LOSS: float = float(ledger.MOST_LOSS)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.ledger.naive import LOSS_BITS
+from vllm_mars.kernels.ledger.naive import UNIT
 from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.rules import Rule
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
             request's first row is the last token before the step, or -1.
         cu_num_logits: `[batch]` int32, inclusive prefix sum of the requests' rows.
         records: of all slots.
-        slots: int32 or int64 `[batch]`, the slot of each request; the kernels pass over one of -1.
+        slots: int32 or int64 `[batch]`, the slot of each request.
         total_len: int32 `[S]`, tokens of prompt and output before this step, by slot.
         prompt_len: int32 `[S]`.
         num_speculative_tokens: K, the longest draft of a request, or more, which sets the width of
@@ -121,4 +121,4 @@ class VerifyOutput(NamedTuple):
     @property
     def loss(self) -> torch.Tensor:
         """`lost` in nats: the sum of log p(first choice) - log p(token); float32 `[batch]`."""
-        return self.lost.float() * 2.0**-LOSS_BITS
+        return self.lost.float() * UNIT

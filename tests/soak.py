@@ -86,8 +86,8 @@ class Watch:
 
 def processes(server: VllmServer) -> list[psutil.Process]:
     """The server's processes, its engine's and workers' too."""
-    guard = psutil.Process(server.pid)
-    return [guard, *guard.children(recursive=True)]
+    process = psutil.Process(server.pid)
+    return [process, *process.children(recursive=True)]
 
 
 def _resident(process: psutil.Process) -> int:
@@ -108,8 +108,7 @@ async def terminate_under_load(server: VllmServer, client: Client) -> float:
     await asyncio.sleep(3.0)
     all_of_it = processes(server)
     begin = time.monotonic()
-    # The guard's only child is the server.
-    all_of_it[1].send_signal(signal.SIGTERM)
+    all_of_it[0].send_signal(signal.SIGTERM)
     _, left = await asyncio.to_thread(psutil.wait_procs, all_of_it, DRAIN_SECONDS + GRACE_SECONDS)
     asking.cancel()
     # Clients see their connections end; that is no fault.

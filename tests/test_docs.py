@@ -1,17 +1,38 @@
 """The site of `make docs`: it builds, and a dead link or anchor ends the build. The pictures."""
 
+import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from benchmarks import pictures
-from vllm_mars.options.config import DRAWN_PRICE, FIXED_PRICE, price_of_bound
+from benchmarks import figures, pictures
+from vllm_mars.cli import __main__ as cli
+from vllm_mars.lab.plan import SweepOptions
+from vllm_mars.options.config import (
+    DRAWN_PRICE,
+    FIXED_PRICE,
+    price_of_bound,
+    split_speculative_config,
+)
+from vllm_mars.releases import RELEASES
 
 ROOT = Path(__file__).parents[1]
+# In a sentence: enough of a command to check.
+INLINE = re.compile(
+    r"`((?:\.venv/bin/|[A-Z_]+=\S+ )?(?:vllm-mars|make|pip install|python -m) [^`\n]+)`"
+)
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "benchmarks/results/*.md", "vllm_mars/**/README.md")
+    for path in ROOT.glob(pattern)
+)
+SETUP = (ROOT / "setup.py").read_text()
 
 
 def test_the_site_builds(tmp_path):
@@ -91,3 +112,143 @@ def test_an_example_runs_as_a_file(packaged_model, tmp_path, script):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.splitlines()[-1].strip()
+
+
+def anchors(page):
+    """Those of a page's headings, as GitHub makes them, and its own."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    slugs = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in plain}
+    return slugs | set(re.findall(r'id="(.+?)"', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_link_to_a_heading_leads_there_without_the_site(page):
+    """`make docs` adds headings that a checkout does not have."""
+    for path, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / path if path else page), (path, anchor)
+
+
+def test_prose_says_that_its_figures_are_old():
+    """As the notes below tables do. The paper's page shows only what no price touched."""
+    stale = {name for name, of in figures.index().items() if "stale" in of}
+    for page in PAGES:
+        text = figures.PLACE.sub("", page.read_text())
+        for passage in re.split(r"\n\n|\n- ", text):
+            linked = set(re.findall(r"results/([\w-]+)\.json\)", passage))
+            if page.stem != "paper" and linked & stale:
+                assert re.search(r"\b(older|earlier)\b", passage), passage
+
+
+def commands():
+    """Each command on a page, as a list of words, by its page."""
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) + INLINE.findall(text):
+            lines = block.splitlines(keepends=True)
+            while lines:
+                command = lines.pop(0)
+                # A quotation or a backslash goes on in the next line.
+                while lines and (command.endswith("\\\n") or command.count("'") % 2):
+                    command += lines.pop(0)
+                words = shlex.split(command.replace("\\\n", ""), comments=True)
+                if words:
+                    yield pytest.param(page, words, id=f"{page.stem}: {' '.join(words[:3])}")
+
+
+def parse_sweep(words):
+    """What `vllm-mars` reads of its arguments."""
+    args = cli._parser().parse_args(words)
+    for path in getattr(args, "prompts", None) or ():
+        # A file of this repository, of a clone next to it, or the user's.
+        assert (ROOT / path).is_file() or path.startswith("../") or "/" not in path, path
+    return args
+
+
+def serve(words):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", *words])
+    config, _ = split_speculative_config(args.speculative_config)
+    assert config is not None
+
+
+def make(words):
+    dry = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr
+    for swept in re.findall(r"vllm-mars (sweep .*?)\|\|", dry.stdout, re.S):
+        assert parse_sweep(shlex.split(swept.replace("\\\n", ""))).methods[-1] == "mars"
+
+
+def pip_install(words):
+    extras = set(re.findall(r'^        "(\w+)": ', SETUP, re.M))
+    for word in words:
+        if named := re.fullmatch(r"\.\[(.+)\]", word):
+            assert set(named[1].split(",")) <= extras, word
+
+
+def serve_run(words):
+    """By the text: Ray's module is not imported with each vLLM."""
+    application, *options = words
+    assert application == "vllm_mars.ray_serve:app"
+    text = (ROOT / "vllm_mars/ray_serve.py").read_text()
+    for option in options:
+        assert re.search(rf"^    {option.partition('=')[0]}: ", text, re.M), option
+
+
+# How a command is checked without a GPU, a network or an hour, by how it begins; None for those of
+# other projects, of which only the files are checked.
+CHECKS = {
+    "vllm-mars": parse_sweep,
+    "vllm serve": serve,
+    "make": make,
+    "pip install": pip_install,
+    "serve run": serve_run,
+    **dict.fromkeys(("docker", "kubectl", "curl", "ps", "kill", "python3 -m venv"), None),
+}
+
+
+@pytest.mark.parametrize(("page", "words"), commands())
+def test_a_command_runs_from_where_its_page_says(page, words):
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    # Made by `make`, or by the page's own `pip install`.
+    if words[0].startswith(".venv/bin/"):
+        words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
+    elif words[0] in ("vllm-mars", "vllm") and f"`{' '.join(words)}`" not in page.read_text():
+        here = r"\. \.venv/bin/activate|^pip install '\.\[(cuda|experiments)"
+        assert re.search(here, page.read_text(), re.M), "where does it come from?"
+    for word in words:
+        if re.match(r"(docs|examples|tests|vllm_mars|benchmarks)/", word):
+            assert (ROOT / word).exists(), word
+    command = " ".join(words)
+    begin = next((it for it in CHECKS if command.startswith(f"{it} ")), None)
+    if begin is None:
+        script = words[words[0] == "python"]
+        if script == "-m":
+            assert importlib.util.find_spec(words[2]), command
+        else:
+            assert (ROOT / script).is_file(), f"{command} is not among CHECKS"
+    elif check := CHECKS[begin]:
+        check(words[len(begin.split()) :])
+
+
+def test_pages_speak_of_one_release_and_one_draft_length():
+    """Of those that a GPU's user installs, serves, and validates by `make gpu`."""
+    (allowed,) = re.findall(r'"cuda": \["(.+)"\]', SETUP)
+    newest = RELEASES[-1]
+    beyond = "{}.{}".format(*newest.split(".")[:1], int(newest.split(".")[1]) + 1)
+    assert str(Requirement(allowed).specifier) == f"<{beyond},>={RELEASES[0]}"
+    form = (ROOT / ".github/ISSUE_TEMPLATE/validated-configuration.yml").read_text()
+    quickstart = (ROOT / "docs/quickstart.md").read_text()
+    for text in (form, quickstart, (ROOT / ".ci/run").read_text()):
+        assert newest in text
+    (length,) = SweepOptions().num_speculative_tokens
+    assert length == 4 and "four tokens a step" in re.sub(r"\s+", " ", form)
+    for page in PAGES:
+        # The paper's experiments have lengths of their own.
+        if page.stem != "paper":
+            found = re.findall(r'"?num_speculative_tokens"?: (\d+)', page.read_text())
+            assert set(found) <= {str(length)}, page

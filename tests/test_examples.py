@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,9 +12,16 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import openai
+import prometheus_client
 import pytest
 
+from counts import LAYOUT
+from engines import packaged_server
 from vllm_mars.lab.prompts import load_prompts
+from vllm_mars.models.draft_head import PACKAGED_HEAD
+from vllm_mars.models.drafts import speculative_config
+from vllm_mars.options.config import MarsConfig
+from vllm_mars.report import metrics
 from vllm_mars.servers.server import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +58,94 @@ def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
     assert sum(marks[1:]) == pytest.approx(float(lost), abs=0.01 * int(count))
     strict, mars = printed.split("strict\n")[1].split("MARS, ")
     assert strict.strip() and strict.strip() not in mars
+
+
+def exported(options):
+    """The metrics of a server with these options."""
+    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(**options))
+    return prometheus_client.generate_latest().decode()
+
+
+LOSSY = runpy.run_path(str(EXAMPLES / "lossy.py"))["lossy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "max_loss", "xargs", "rule"),
+    [
+        ({"theta": 0.9}, None, {}, "mars_theta=0.9 with no bound"),
+        ({"theta": 0.9}, 0.5, {"mars_max_loss": 0.5}, "mars_theta=0.9 with a bound of 0.5 nats"),
+        ({"theta": 0.9, "max_loss": 0.1}, None, {}, "mars_theta=0.9 with the server's bound"),
+        ({"price": 0.2}, None, {}, "mars_price=0.2 with no bound"),
+        ({}, None, {}, "the server's bound"),
+        (
+            {"theta": 0.9, "max_loss": 0, "limit": 0.02},
+            None,
+            {"mars_max_loss": 0.02},
+            "mars_theta=0.9 with a bound of 0.02 nats",
+        ),
+        ({"max_loss": 0, "limit": 0.02}, 0.01, {"mars_max_loss": 0.01}, "a bound of 0.01 nats"),
+    ],
+)
+def test_a_lossy_request_gets_the_servers_rule(clean_registry, options, max_loss, xargs, rule):
+    option, found, told = LOSSY(exported(options), max_loss)
+    assert found == xargs and told.startswith(rule)
+    assert option == (rule.partition("=")[0] if "=" in rule else "mars_max_loss")
+
+
+@pytest.mark.parametrize(
+    ("options", "max_loss", "message"),
+    [
+        ({"theta": 1}, None, "mars_theta=1 and is strict for all requests; start it with another"),
+        ({"price": 0, "max_loss": 0.02}, None, "mars_price=0 and is strict for all requests"),
+        ({"max_loss": 0}, None, "mars_max_loss=0 and is strict for all requests"),
+        ({}, 0.03, r"MAX_LOSS=0.03 is outside \(0, 0.02\]; choose a value"),
+        ({}, 0, r"MAX_LOSS=0 is outside \(0, 0.02\]"),
+    ],
+)
+def test_nothing_is_measured_as_lossy_that_is_not(clean_registry, options, max_loss, message):
+    with pytest.raises(ValueError, match=message):
+        LOSSY(exported(options), max_loss)
+
+
+def test_nothing_is_measured_under_an_override_or_without_mars(clean_registry):
+    text = exported({}) + 'vllm:mars_override{engine="0",option="mars_price"} NaN\n'
+    assert LOSSY(text, None)[1] == {}
+    text += 'vllm:mars_override{engine="0",option="mars_max_loss"} 0.01\n'
+    with pytest.raises(ValueError, match="holds requests to mars_max_loss=0.01; write {} into"):
+        LOSSY(text, None)
+    with pytest.raises(ValueError, match="no metric vllm:mars_info; start it with rejection_"):
+        LOSSY("", None)
+
+
+@pytest.mark.parametrize("name", ["evaluate/evaluate.sh", "load.sh"])
+def test_a_script_keeps_the_option_that_makes_the_difference(name):
+    option = "--extra-body" if name == "load.sh" else "--gen-kwargs"
+    command = [EXAMPLES / name, "http://127.0.0.1:9", "task", option, "{}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"error: {option} is this script's own" in done.stderr
+
+
+@pytest.mark.nightly
+def test_theta_is_scored_without_a_bound_and_sampled(packaged_model, tmp_path):
+    """As its paper's experiments are, over several seeds."""
+    config = speculative_config(
+        str(PACKAGED_HEAD), 3, rejection_sample_method="mars", mars_theta=0.9
+    )
+    output, task = tmp_path / "evaluate", EXAMPLES / "evaluate/first_sentence.yaml"
+    env = {"OUTPUT": str(output), "HF_HOME": str(tmp_path / "cache"), "SEEDS": "5 6"}
+    with packaged_server(packaged_model, config, tmp_path) as server:
+        printed = run("evaluate/evaluate.sh", server.base_url, task, "--limit", 3, **env)
+    asked = {}
+    for path in output.rglob("samples_*.jsonl"):
+        rule, seed = path.relative_to(output).parts[:2]
+        answers = [json.loads(line) for line in path.read_text().splitlines()]
+        asked[rule, seed] = [answer["arguments"]["gen_args_0"]["arg_1"] for answer in answers]
+    assert asked.keys() == {(rule, seed) for rule in ("strict", "mars") for seed in ("5", "6")}
+    for (rule, _), arguments in asked.items():
+        xargs = {"mars_max_loss": 0} if rule == "strict" else {}
+        assert [it["vllm_xargs"] for it in arguments] == [xargs] * 3
+        assert {it["temperature"] for it in arguments} == {1}
+    assert re.search(r"^\| first_sentence \| exact_match, none \| 3 \| ", printed, re.M)
 
 
 @pytest.mark.nightly
@@ -142,6 +238,16 @@ def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path)
         assert ask("sk-chat", mars_max_loss=0) == lossy
         with pytest.raises(openai.AuthenticationError, match="This key belongs to no team"):
             ask("sk-other")
+        # By these an entry would replace keys of a request whose first try fails.
+        entry = {"model": "model", "max_tokens": 48, "vllm_xargs": {"mars_max_loss": 0.02}}
+        for key in ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks"):
+            with pytest.raises(openai.BadRequestError, match=f"{key} is not among the keys"):
+                client("sk-billing").chat.completions.create(
+                    model="model",
+                    messages=[{"role": "user", "content": PROMPT}],
+                    max_tokens=10**6,
+                    extra_body={key: [entry]},
+                )
         # Not past the gateway, and by no other path through it.
         direct = openai.OpenAI(
             base_url=f"http://127.0.0.1:{ports['SERVER_PORT']}/v1", api_key="sk-billing"

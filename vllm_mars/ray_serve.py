@@ -2,7 +2,7 @@
 
 Ray's own parts do the work (`ray.serve.llm`): replicas and their autoscaling, routing, streaming,
 health checks and metrics. This module fills in their configuration, the packaged model and
-MARS by default, and refuses at once what would otherwise fail or wait inside a replica.
+MARS by default, and refuses at once what would otherwise fail inside a replica.
 
     serve run vllm_mars.ray_serve:app
     serve run vllm_mars.ray_serve:app model=MODEL min_replicas=2 max_replicas=8
@@ -37,8 +37,6 @@ require_served_by_ray(versions()["vllm"])
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = speculative_config(NGRAM, 4, **RECOMMENDED)
 PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
-# Of one replica that is not a rank: Ray's actor, which holds the HTTP side of the engine.
-REPLICA_CPUS = 1
 # How often Ray asks a replica for its health, and how long it may take to answer.
 HEALTH_PERIOD_SECONDS = 5.0
 HEALTH_TIMEOUT_SECONDS = 30.0
@@ -72,8 +70,6 @@ class Options(BaseModel):
             even, for its prefix cache; "load" takes the less loaded of two replicas.
         accelerator_type: Ray's name of the GPU, such as "H100"; any if left out.
         runtime_env: Ray's, for the replicas and their workers.
-        wait_for_nodes: whether to start although the cluster lacks GPUs or CPUs now, for a cluster
-            that adds nodes by itself.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -91,7 +87,6 @@ class Options(BaseModel):
     routing: Literal["prefix", "load"] = "prefix"
     accelerator_type: str | None = None
     runtime_env: Json = Field(default_factory=dict)
-    wait_for_nodes: bool = False
 
 
 class PackagedModelServer(LLMServer):
@@ -113,8 +108,7 @@ def app(options: Options) -> Application:
 
     Raises:
         ValueError: a bad option.
-        RuntimeError: a node has another version of Ray, vLLM or this package, or the cluster lacks
-            the GPUs or CPUs for `min_replicas`, or for one replica.
+        RuntimeError: a node has another version of Ray, vLLM or this package.
     """
     from vllm.platforms import current_platform
 
@@ -123,8 +117,6 @@ def app(options: Options) -> Application:
     on_cpu = bool(current_platform.is_cpu())
     with _connected():
         check_nodes(node for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
-        if not options.wait_for_nodes:
-            _check_resources(options, on_cpu)
     model = options.model or str(ensure_model())
     name = model.rstrip("/").rsplit("/", 1)[-1] if options.model else PACKAGED_MODEL
     deployment: dict[str, Any] = {
@@ -165,14 +157,9 @@ def _engine_kwargs(options: Options) -> dict[str, Any]:
 
 def _autoscaling_config(options: Options) -> dict[str, Any]:
     """Ray's, checked: Ray itself drops a key that it does not know."""
-    least, most = options.min_replicas, options.max_replicas
-    if most is not None and most < least:
-        raise ValueError(
-            f"max_replicas={most} is below min_replicas={least}; raise it or leave it out."
-        )
     own = {
-        "min_replicas": least,
-        "max_replicas": most or max(least, 1),
+        "min_replicas": options.min_replicas,
+        "max_replicas": options.max_replicas or max(options.min_replicas, 1),
         "target_ongoing_requests": options.target_ongoing_requests,
     }
     further = AutoscalingConfig.model_fields.keys() - own.keys()
@@ -202,21 +189,3 @@ def _connected() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _check_resources(options: Options, on_cpu: bool) -> None:
-    """Ray would wait for missing GPUs without an end."""
-    kwargs = options.engine_kwargs
-    ranks = int(kwargs.get("tensor_parallel_size", 1)) * int(
-        kwargs.get("pipeline_parallel_size", 1)
-    )
-    device, per_replica = ("CPU", ranks + REPLICA_CPUS) if on_cpu else ("GPU", ranks)
-    replicas = max(options.min_replicas, 1)
-    needed = replicas * per_replica
-    present = ray.cluster_resources().get(device, 0)  # type: ignore[no-untyped-call]
-    if present < needed:
-        raise RuntimeError(
-            f"{replicas} replicas of {ranks} ranks need {needed} {device}s, but this Ray cluster "
-            f"has {present:g}; lower min_replicas or the parallel sizes, add nodes, or set "
-            "wait_for_nodes=true on a cluster that adds them by itself."
-        )

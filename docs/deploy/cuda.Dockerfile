@@ -3,8 +3,8 @@
 #
 #   docker build -f docs/deploy/cuda.Dockerfile -t vllm-mars:cuda .
 
-# A release of setup.py's extra `cuda`.
-ARG VLLM_VERSION=0.32.0
+# The newest release of setup.py's extra `cuda`.
+ARG VLLM_VERSION=0.33.0
 FROM vllm/vllm-openai:v${VLLM_VERSION}
 
 WORKDIR /opt/vllm-mars

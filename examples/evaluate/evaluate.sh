@@ -4,24 +4,39 @@
 #   examples/evaluate/evaluate.sh http://localhost:8000                          # a task of 28 texts
 #   examples/evaluate/evaluate.sh http://localhost:8000 gsm8k_cot --limit 200    # one of lm-eval's
 #
-# It needs `pip install '.[evaluate]'`, beside the server or elsewhere. The server may be strict unless a
-# request asks (docs/serve.md), or have the bound of MAX_LOSS, 0.02. Take tasks that generate: multiple
-# choice verifies no draft. pairs.py beside this file prints the table, and how large a loss it can show.
+# It needs `pip install '.[evaluate]'`, on the server's machine or elsewhere. It measures the server's
+# own setting, or the bound of MAX_LOSS, and says which (lossy.py): a server with theta is measured
+# without a bound. TEMPERATURE is 0 by default, with theta 1, and SEEDS is "1 2 3" above 0. Take tasks
+# that generate: multiple choice verifies no draft. pairs.py prints the table, and how large a loss it
+# can show.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export PATH="$here/../../.venv/bin:$PATH"
 url=${1:?the address of a server, such as http://localhost:8000} task=${2:-$here/first_sentence.yaml}
 output=${OUTPUT:-build/evaluate}
+for given in "${@:3}"; do
+    # lm-eval would take the last one, and lose what makes the difference.
+    if [[ ${given//-/_} == __@(gen_kwargs|model|model_args|output_path)* ]]; then
+        echo "error: $given is this script's own; set TEMPERATURE, SEEDS or OUTPUT instead." >&2
+        exit 2
+    fi
+done
+told=$(python "$here/../lossy.py" "$url")
+temperature=${TEMPERATURE:-$([[ $told == mars_theta* ]] && echo 1 || echo 0)}
+seeds=${SEEDS:-$([[ $temperature =~ ^[0.]+$ ]] && echo 1 || echo 1 2 3)}
+echo "Temperature $temperature, seeds: $seeds" >&2
 model=$(curl --fail --silent --show-error "$url/v1/models" |
     python -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
 
 rm -rf "$output/strict" "$output/mars"
-for rule in strict mars; do
-    loss=$([ $rule = strict ] && echo 0 || echo "${MAX_LOSS:-0.02}")
-    # One key makes the difference.
-    lm_eval run --model local-chat-completions --apply_chat_template --tasks "$task" --log_samples \
-        --model_args "model=$model,base_url=$url/v1/chat/completions,num_concurrent=4,tokenized_requests=False" \
-        --gen_kwargs "{\"temperature\": 0, \"vllm_xargs\": {\"mars_max_loss\": $loss}}" \
-        --output_path "$output/$rule" "${@:3}"
+for seed in $seeds; do
+    for rule in strict mars; do
+        # One key makes the difference.
+        body=$([ $rule = strict ] && echo '{"vllm_xargs": {"mars_max_loss": 0}}' || echo "${told#* }")
+        lm_eval run --model local-chat-completions --apply_chat_template --tasks "$task" --log_samples \
+            --model_args "model=$model,base_url=$url/v1/chat/completions,num_concurrent=4,tokenized_requests=False,seed=$seed" \
+            --gen_kwargs "{\"temperature\": $temperature, ${body#\{}" \
+            --output_path "$output/$rule/$seed" "${@:3}"
+    done
 done
 python "$here/pairs.py" "$output/strict" "$output/mars"

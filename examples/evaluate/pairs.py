@@ -1,5 +1,7 @@
 """Compares two outputs of lm-eval question by question, and says how large a loss they can show.
 
+A directory may hold several runs, such as one for each seed: a question's score is their mean.
+
 python examples/evaluate/pairs.py DIRECTORY_STRICT DIRECTORY_MARS
 """
 
@@ -15,17 +17,21 @@ def scores(directory: Path) -> dict[tuple[str, str], dict[str, float]]:
     Raises:
         ValueError: there is no output of lm-eval.
     """
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for path in sorted(directory.rglob("samples_*.jsonl")):
         task = path.name.removeprefix("samples_").rpartition("_")[0]
         for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
             it = json.loads(line)
             for metric in it["metrics"]:
                 name = f"{metric}, {it['filter']}"
-                found.setdefault((task, name), {})[it["doc_hash"]] = float(it[metric])
+                questions = found.setdefault((task, name), {})
+                questions.setdefault(it["doc_hash"], []).append(float(it[metric]))
     if not found:
         raise ValueError(f"{directory} has no samples_*.jsonl; run lm_eval with --log_samples.")
-    return found
+    return {
+        name: {question: sum(of) / len(of) for question, of in questions.items()}
+        for name, questions in found.items()
+    }
 
 
 def interval(differences: list[float]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ vllm-mars serve "$(vllm-mars model)" --served-model-name model \
     --host 127.0.0.1 --port "$server_port" --max-model-len 2048 \
     --speculative-config '{
         "method": "eagle3", "model": "vllm_mars/models/heads/smollm2-135m-eagle3",
-        "num_speculative_tokens": 3,
+        "num_speculative_tokens": 4,
         "rejection_sample_method": "mars", "mars_max_loss": 0, "mars_limit": 0.02}' \
     --enforce-eager --dtype float32 &
 # Without a network LiteLLM would try three times to fetch prices.

@@ -12,13 +12,23 @@ TEAMS: dict[str, dict[str, Any]] = {"chat": {"mars_max_loss": 0.02}, "billing": 
 KEYS = {os.environ[f"{team.upper()}_KEY"]: team for team in TEAMS}
 # LiteLLM also hands whole requests on, under other paths and past the hook below.
 PATHS = {"/v1/models", "/v1/chat/completions", "/v1/completions"}
+# What a body may have. LiteLLM acts on other keys: `fallbacks` and its like replace parts of a
+# request after its first try, past the hook below.
+BODY = {
+    *("model", "messages", "prompt", "suffix", "stream", "stream_options", "n", "echo", "stop"),
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids"),
+    *("ignore_eos", "logprobs", "top_logprobs", "response_format", "structured_outputs"),
+    *("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"),
+    *("user", "metadata", "vllm_xargs", "extra_body"),
+}
 
 
 async def authenticate(request: Request, api_key: str) -> UserAPIKeyAuth:
     """The team of a key.
 
     Raises:
-        ProxyException: no team has this key, or nobody may ask for this path.
+        ProxyException: no team has this key, or nobody may ask for this path or send this body.
     """
     if api_key not in KEYS:
         raise ProxyException("This key belongs to no team.", "auth_error", "api_key", 401)
@@ -26,6 +36,10 @@ async def authenticate(request: Request, api_key: str) -> UserAPIKeyAuth:
         allowed = ", ".join(sorted(PATHS))
         message = f"{request.url.path} is not one of {allowed}; ask for one of them."
         raise ProxyException(message, "auth_error", "path", 403)
+    if request.method == "POST":
+        for key in (await request.json()).keys() - BODY:
+            message = f"{key} is not among the keys that this gateway passes on; leave it out."
+            raise ProxyException(message, "invalid_request_error", key, 400)
     return UserAPIKeyAuth(api_key=api_key, team_id=KEYS[api_key])
 
 

@@ -4,8 +4,8 @@
 whether each draft token stays, emits and counts. The random numbers are those of vLLM's own
 sampler: what is strict is token for token what that emits, of drawn drafts by its method `block`.
 
-To count is to take the loss off the request's record, to add to the counts, and to write its row of
-the table: see `Account`. What a request allows lies in its record, by slot, and is read there.
+Counting adds the step's loss to the request's record, updates the counters and writes its report
+row: see `Account`. A request's limits are read from its record, by slot.
 """
 
 import torch
@@ -95,9 +95,6 @@ def accept_kernel(
     end = tl.load(cu_num_logits_ptr + request)
     start = tl.load(cu_num_logits_ptr + request - 1, mask=request > 0, other=0)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    # What fills up a batch of a fixed size.
-    if slot < 0:
-        return
     offset = tl.arange(0, POSITIONS)
     row = start + offset
     is_row = row < end

@@ -40,7 +40,7 @@ def write_down(
     num_speculative_tokens,
     BY_BLOCKS: tl.constexpr,
 ):
-    """Counts a request's step, takes its loss off; returns relaxed tokens and loss."""
+    """Updates the counters and adds to the record's LOST; returns relaxed tokens and loss."""
     is_visited = is_counted & (offset <= accepted)
     is_accepted = is_counted & (offset < accepted)
     is_relaxed = is_accepted & (verdict == C.VERDICT.RELAXED)

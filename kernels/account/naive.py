@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from vllm_mars.kernels.ledger.naive import LOSS_BITS
+from vllm_mars.kernels.ledger.naive import UNIT
 from vllm_mars.kernels.verdicts import REFUSALS, Verdict
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # The most nats that a request of a bucket lost; those of one more lost more. Ray takes no 0.
 BUCKETS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-# One unit of nats, and of gained acceptance.
-UNIT = 2.0**-LOSS_BITS
 # What the reasons are called for which the rule was not applied, in the order of `REFUSALS`.
 REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
 
@@ -185,9 +183,9 @@ def write_down(
             drift_up += max(position.drift, 0)
             drift_down += max(-position.drift, 0)
         if table is not None and is_relaxed and is_greedy:
-            table[0, offset] = position.loss * 2.0**-LOSS_BITS
+            table[0, offset] = position.loss * UNIT
         if table is not None and not is_greedy:
-            table[1, offset] = position.drift * 2.0**-LOSS_BITS
+            table[1, offset] = position.drift * UNIT
     if account is not None:
         counts = account.counts.numpy()
         for offset, position in enumerate(emitted.positions):

@@ -63,9 +63,6 @@ def mass_kernel(
     if (place == 0) | (place_behind == 0):
         return
     slot = tl.load(row_slots_ptr + own_row).to(tl.int64)
-    # What fills up a batch of a fixed size.
-    if slot < 0:
-        return
     drawn_at = tl.load(sampling.drawn_at + slot)
     if drawn_at == 0.0:
         return

@@ -89,9 +89,6 @@ def resample_kernel(
     request = tl.program_id(0)
     block = tl.program_id(1)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    # What fills up a batch of a fixed size.
-    if slot < 0:
-        return
     temperature = tl.load(sampling.temperature + slot)
     if temperature == 0.0:
         return

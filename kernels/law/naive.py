@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mars.kernels.ledger.naive import _UNIT, Allowance, nearest_units, units_of
+from vllm_mars.kernels.ledger.naive import UNIT, Allowance, nearest_units, units_of
 from vllm_mars.kernels.rows.naive import Rows
 from vllm_mars.kernels.verdicts import Verdict
 
@@ -104,7 +104,7 @@ class Clipped(NamedTuple):
 def cap(units: int) -> float:
     """The largest b that loses no more than so many units, by Hoeffding's lemma, in nats."""
     # Rounded down by more than a float can be off.
-    return math.sqrt(8 * max(units, 0) * _UNIT) * (1 - 2**-20)
+    return math.sqrt(8 * max(units, 0) * UNIT) * (1 - 2**-20)
 
 
 def drawn_prices(
@@ -118,7 +118,7 @@ def drawn_prices(
     """
     room = allowed.room
     each = max(allowed.at(0), 0) // max(min(num_speculative_tokens, room), 1)
-    price = min(allowed.value * _UNIT, cap(each))
+    price = min(allowed.value * UNIT, cap(each))
     return [price if i < begin + room and not rows.blocked[i] else 0.0 for i in range(begin, end)]
 
 
@@ -161,7 +161,7 @@ def tilted(log_p: float, rest: float, entropy: float, bias: float, left: int) ->
     share = math.exp(min(log_share + bias - log_z, 0.0))
     # By Hoeffding's lemma it is no more than what is left; a float may say a unit more.
     loss = min(units_of(rest * max(share * bias - log_z, 0.0)), max(left, 0))
-    gained = max(round(rest * (share - math.exp(log_share)) / _UNIT), 0)
+    gained = max(round(rest * (share - math.exp(log_share)) / UNIT), 0)
     drift = nearest_units(-math.expm1(-log_z) * (-log_p * rest - entropy))
     return Position(Verdict.NONE, bias, log_z, loss, gained, drift)
 

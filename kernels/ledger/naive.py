@@ -8,7 +8,8 @@ import numpy as np
 # Losses and prices are integers in units of 2**-LOSS_BITS nats, so that every backend agrees:
 # losses rounded up, prices down.
 LOSS_BITS = 16
-_UNIT = 2.0**-LOSS_BITS
+# Also of gained acceptance.
+UNIT = 2.0**-LOSS_BITS
 # What an output token adds to a request's allowance is an integer in units of 2**-RATE_BITS nats.
 RATE_BITS = 30
 # The largest loss of one position, and the largest price, in units: 16,384 and 8,192 nats.
@@ -53,12 +54,12 @@ class Allowance(NamedTuple):
 
 def units_of(nats: float) -> int:
     """Nats in units of 2**-LOSS_BITS, rounded up, at most MOST_LOSS."""
-    return min(math.ceil(nats / _UNIT), MOST_LOSS)
+    return min(math.ceil(nats / UNIT), MOST_LOSS)
 
 
 def nearest_units(nats: float) -> int:
     """Nats of either sign in those units, rounded to the nearest, at most MOST_LOSS."""
-    return round(min(max(nats / _UNIT, -MOST_LOSS), MOST_LOSS))
+    return round(min(max(nats / UNIT, -MOST_LOSS), MOST_LOSS))
 
 
 def loss_rate(nats_per_token: float) -> int:

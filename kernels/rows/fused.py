@@ -221,9 +221,6 @@ def rows_kernel(
         # temperatures can lie in the host's memory, so that others read them only to divide.
         place_behind = tl.load(row_places_ptr + row + 1, mask=row + 1 < num_rows, other=0)
         slot = tl.load(row_slots_ptr + row).to(tl.int64)
-        # What fills up a batch of a fixed size.
-        if slot < 0:
-            return
         if place_behind == 0:
             if tl.load(sampling.temperature + slot) != 0.0:
                 return

@@ -180,9 +180,6 @@ def strictness_kernel(
     BLOCK: tl.constexpr = C.ANSWER_BLOCK if C.ANSWER_BLOCK < WINDOW else WINDOW
     request = tl.program_id(0)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    # What fills up a batch of a fixed size.
-    if slot < 0:
-        return
     end = tl.load(cu_num_logits_ptr + request)
     start = tl.load(cu_num_logits_ptr + request - 1, mask=request > 0, other=0)
     draft_ptr = input_ids_ptr + start + 1

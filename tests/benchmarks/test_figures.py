@@ -186,9 +186,9 @@ def test_what_bounds_do_to_text(monkeypatch):
         "|  | 0.02 | 0.05 | 0.02 would show |",
         "| --- | ---: | ---: | ---: |",
         "| **ended** |  |  |  |",
-        "| greedy | +3.0 (+1.0 to +5.0) | -1.0 (-2.0 to +0.0) | 2.8 |",
-        "| warm | -2.0 (-5.9 to +1.9) |  | 5.6 |",
-        "| all three | +2.0 (+0.2 to +3.8) | -1.0 (-2.0 to +0.0) | 2.5 |",
+        "| greedy | +3.0 (+1.0 to +5.0) | −1.0 (−2.0 to +0.0) | 2.8 |",
+        "| warm | −2.0 (−5.9 to +1.9) |  | 5.6 |",
+        "| all three | +2.0 (+0.2 to +3.8) | −1.0 (−2.0 to +0.0) | 2.5 |",
     ]
 
 
@@ -335,7 +335,7 @@ SET = {"0.005", "0.02", "0.05", "0.3", "0.4", "0.7", "0.9", "0.32", "95 %", "80 
 def test_a_figure_in_the_prose_of_the_results_stands_in_a_table():
     """In one of the page, or of the files that it links to: as it is, or as a ratio in percent."""
     page = (figures.ROOT / "docs/results.md").read_text()
-    linked = set(re.findall(r"results/README\.md#([\w-]+)", page))
+    linked = set(re.findall(r"results/([\w-]+)\.json", page))
     tables = [*re.findall(r"<!-- figures.*?<!-- /figures -->", page, re.S)]
     tables += ["\n".join(figures.lines(name, "", figures.ROOT)) for name in linked]
     known = set(SET)

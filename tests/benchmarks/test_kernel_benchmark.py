@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks import kernel
+from benchmarks.clocks import ThreadClock
 from benchmarks.kernel import MismatchError
-from benchmarks.kernel_step import Shape, ThreadClock
-from benchmarks.step_v2 import Step
+from benchmarks.step_v2 import Shape, Step
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,7 +38,7 @@ def output(tmp_path_factory):
 def cases(output):
     """The rows of what is launched, by case."""
     found = {row["case"]: row for row in output[0] if "case" in row}
-    assert len(found) == 17
+    assert len(found) == 21
     return found
 
 
@@ -56,7 +56,7 @@ def test_nothing_waits_for_the_device(cases):
 
 @pytest.mark.parametrize(
     "case",
-    ["theta", "price", "recommended", "recommended, spans, own bounds"],
+    ["theta", "price", "recommended", "recommended, spans, own bounds", "strict unless asked"],
 )
 def test_greedy_steps(cases, case):
     row = cases[f"{case}, greedy"]
@@ -92,9 +92,11 @@ def test_the_file_of_host_times_makes_a_table(output):
         times = dict(zip([name for name, *_ in file["columns"]], row, strict=True))
         assert ("probabilistic" in times["step"]) == (times["vLLM, block, us"] is not None)
         # A step is its verification and more, but so few rounds tell nothing else.
-        for name in ("vLLM, standard, us", "MARS, us"):
+        for name in ("vLLM, standard, us", "MARS, us", "MARS, strict, us"):
             assert 0 < times[name] and 0 < times[f"whole step: {name}"]
         best = "vLLM, block, us" if "probabilistic" in times["step"] else "vLLM, standard, us"
-        assert times["MARS / vLLM"] == pytest.approx(times["MARS, us"] / times[best], abs=1e-3)
+        for name in ("MARS", "MARS, strict"):
+            ratio = times[f"{name}, us"] / times[best]
+            assert times[f"{name} / vLLM"] == pytest.approx(ratio, abs=1e-3)
     assert len([*table_of(file["columns"], file["rows"])]) == 2 + 9
     assert sum("step" in line for line in lines) == 9

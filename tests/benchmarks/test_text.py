@@ -65,6 +65,7 @@ def test_steps_without_a_draft_count(histogram, steps, report):
         "steps": steps,
         "ended": 0,
         "weights": 7 + math.exp(-0.5) + math.exp(-0.25) if report else 9,
+        "nats": 0.75 if report else 0,
         "drift": 0.75 if report else 0,
         "repeated": 2,
     }

@@ -8,8 +8,7 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 
-from benchmarks.kernel_step import Shape, step_of, tokens_of
-from benchmarks.runner_v2 import RunnerV2
+from benchmarks.step_v2 import RunnerV2, Shape, step_of, tokens_of
 from steps_v2 import Allocated
 from vllm_mars import MarsConfig
 from vllm_mars.releases import draws_anew

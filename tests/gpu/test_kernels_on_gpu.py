@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.kernel_step import Shape, is_repeated, step_of, tokens_of
+from benchmarks.step_v2 import Shape, is_repeated, step_of, tokens_of
 from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
 from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels import fused

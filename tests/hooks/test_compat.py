@@ -14,7 +14,7 @@ from vllm_mars import MarsConfig, releases
 from vllm_mars.hooks import compat
 from vllm_mars.hooks import patches as hooks
 from vllm_mars.hooks.arguments import take_options
-from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.hooks.pickled import TravellingOptions
 
 
 def test_all_that_is_missing_is_named(monkeypatch):

@@ -4,13 +4,15 @@ import json
 import logging
 import pickle
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.hooks.plugin import HOOKS
+from vllm_mars.hooks.plugin import HOOKS, VARIABLES
 from vllm_mars.models.draft_head import PACKAGED_HEAD
 from vllm_mars.models.drafts import NGRAM_CONFIG
 from vllm_mars.options.config import config_of
@@ -67,6 +69,18 @@ HEAD = {"method": "eagle3", "model": str(PACKAGED_HEAD), "num_speculative_tokens
 IS_MARS = {"rejection_sample_method": "mars"}
 PROBABILISTIC = "Drafts are probabilistic where requests sample ("
 COULD_BE = 'Drafts are fixed ("draft_sample_method": "probabilistic", the default, gains more'
+
+
+def test_a_heads_repository_may_be_the_model(packaged_model, tmp_path):
+    """vLLM takes the target, the method and K from its config."""
+    config = json.loads((PACKAGED_HEAD / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = str(packaged_model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served = engine_config(tmp_path, IS_MARS | {"mars_price": 0.2})
+    assert config_of(served).price == 0.2
+    assert served.model_config.model == str(packaged_model)
+    drafts = served.speculative_config
+    assert (drafts.method, drafts.num_speculative_tokens) == ("eagle3", 4)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +206,31 @@ def test_lock(packaged_model, monkeypatch):
     engine_config(packaged_model, {**MARS, "mars_theta": 1.0})
     with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids .*, but mars_theta=0.9"):
         engine_config(packaged_model, {**MARS, "mars_theta": 0.9})
+
+
+def test_vllm_knows_the_variables(packaged_model, monkeypatch):
+    """Otherwise it warns about each, or does not start."""
+    import vllm.envs
+
+    package = Path(sys.modules[MarsConfig.__module__.partition(".")[0]].__file__).parent
+    read = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r"\bVLLM_MARS_[A-Z_]+", path.read_text())
+    }
+    assert read == set(VARIABLES)
+    # The suite's own.
+    monkeypatch.delenv("VLLM_MARS_TEST_RUN", raising=False)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "strict" if name.endswith("LOCK") else "")
+    options = {"fail_on_environ_validation": True}
+    engine_config(packaged_model, {**MARS, "mars_max_loss": 0}, **options)
+    # A path in the compile cache's key would make another directory compile again.
+    factors = vllm.envs.compile_factors()
+    assert {factors[name] for name in VARIABLES} == {None}
+    monkeypatch.setenv("VLLM_MARS_LOOK", "strict")
+    with pytest.raises(ValueError, match="Unknown .* VLLM_MARS_LOOK"):
+        engine_config(packaged_model, NGRAM, **options)
 
 
 def test_a_second_owner_is_refused():

@@ -31,8 +31,6 @@ def turn(
     lost=None,
     accepted=10,
     pieces=(),
-    nll=0.0,
-    unlikely=0,
     drift=0.0,
 ):
     """Two answers of 21 tokens, the first token after 0.1 s; 10 steps."""
@@ -41,7 +39,7 @@ def turn(
     answers = tuple(
         Answer(
             *(f"p{2 * block + place}", "".join(it.text for it in pieces) or "text", 21, 0.1),
-            *(seconds, 0.1, 0.8, 21, nll, unlikely, pieces),
+            *(seconds, pieces),
         )
         for place, seconds in enumerate(times)
     )

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
-from vllm_mars.lab.measure import pieces, variety
+from vllm_mars.lab.measure import pieces
 from vllm_mars.lab.records import Piece, read_sweep
 from vllm_mars.lab.rows import COLUMNS, Interval, rich_table, rows, shown, tables, turned
 
@@ -22,7 +22,7 @@ def found(tmp_path):
     """Strict verification, and a price that takes half the time per token."""
     records = [turn(STANDARD, block) for block in BLOCKS]
     records += [
-        turn(mars(0.3), block, token_seconds=0.01, lost=0.42 * (block + 1), accepted=30)
+        turn(mars(0.3), block, token_seconds=0.01, lost=0.42 * (block + 1), accepted=30, drift=0.84)
         for block in BLOCKS
     ]
     return rows_of(tmp_path / "s.jsonl", records)
@@ -42,7 +42,7 @@ def test_figures(found):
     assert price.lost.value == pytest.approx(0.02)
     assert 0.01 <= price.lost.low < 0.02 < price.lost.high < 0.031
     assert price.length.value == 21
-    assert (price.repeated.value, price.distinct.value) == (pytest.approx(0.1), pytest.approx(0.8))
+    assert price.drift.value == pytest.approx(0.02)
 
 
 def test_ratios_are_paired(found):
@@ -104,35 +104,6 @@ def test_repeats_are_averaged_by_prompt(tmp_path):
     strict = rows_of(tmp_path / "s.jsonl", records)["standard"]
     assert strict.tpot.value == pytest.approx(0.025)
     assert strict.answers == 12
-
-
-def test_how_likely_the_text_is(tmp_path):
-    """By what the target's prefill says of each answer, and by the server's drift."""
-    records = [turn(STANDARD, block, nll=42.0) for block in BLOCKS]
-    records += [
-        turn(mars(0.3), block, lost=0.5, nll=63.0, unlikely=2, drift=0.84) for block in BLOCKS
-    ]
-    strict, price = rows_of(tmp_path / "s.jsonl", records).values()
-    assert (strict.nll.value, price.nll.value) == (2.0, 3.0)
-    assert strict.hotter is None and price.hotter == (1, 1, 1)
-    assert price.unlikely.value == pytest.approx(2 / 21)
-    assert price.drift.value == pytest.approx(0.02)
-    # Of at most 21 tokens.
-    assert strict.ended.value == 0
-
-
-def test_same_answers(tmp_path):
-    other = turn(mars(0.3), 1)
-    answer = dataclasses.replace(other.measured.answers[0], text="another")
-    answers = (answer, other.measured.answers[1])
-    other = dataclasses.replace(
-        other, measured=dataclasses.replace(other.measured, answers=answers)
-    )
-    strict, price = rows_of(
-        tmp_path / "s.jsonl", [turn(STANDARD), turn(STANDARD, 1), turn(mars(0.3)), other]
-    ).values()
-    assert strict.same is None
-    assert price.same.value == 0.75
 
 
 def test_shown():
@@ -209,13 +180,6 @@ def test_bad_files(tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_sweep(path)
-
-
-def test_variety():
-    assert variety([]) == (0.0, 1.0)
-    assert variety([1, 2, 3]) == (0.0, 1.0)
-    # 1 2 1 2, 2 1 2 1, 1 2 1 2.
-    assert variety([1, 2, 1, 2, 1, 2]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
 
 
 def test_relaxed_tokens_of_an_answer():

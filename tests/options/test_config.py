@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.hooks.pickled import TravellingOptions
 from vllm_mars.kernels.rules import PRICE
 from vllm_mars.options.config import config_of, lossy_reason, split_speculative_config
 from vllm_mars.options.lock import check_lock
@@ -71,7 +71,10 @@ def test_options_travel_as_json():
             r"mars_price=10+\.\.\. \(401 characters\) is outside \[0, 8192\]",
         ),
         ({"mars_price": 1e39}, r"mars_price=1e\+39 is outside \[0, 8192\]"),
-        ({"mars_max_loss": 1025}, r"mars_max_loss=1025 is outside \[0, 1024\]"),
+        (
+            {"mars_max_loss": 1025},
+            r"mars_max_loss=1025 is outside \[0, 1024\]; 0 is strict, 0.02 lets an answer",
+        ),
         (
             {"mars_theta": 0.9, "mars_price": 0.3},
             "mars_theta=0.9 and mars_price=0.3 name 2 rules; give one of mars_theta, ",
@@ -134,6 +137,7 @@ def test_bad_option_is_named(options, message):
         (None, "standard", False),
         (None, "block", False),
         (None, "fly", True),
+        (None, "synthetic", True),
     ],
 )
 def test_lock(monkeypatch, config, method, lossy):
@@ -142,7 +146,10 @@ def test_lock(monkeypatch, config, method, lossy):
     check_lock(reason)
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     if lossy:
-        message = "VLLM_MARS_LOCK=strict forbids lossy verification, .*; set mars_max_loss to 0, "
+        message = (
+            "VLLM_MARS_LOCK=strict forbids lossy verification, .*; choose a lossless "
+            "rejection_sample_method, such as 'mars' with mars_max_loss=0, or unset VLLM_MARS_LOCK"
+        )
         with pytest.raises(RuntimeError, match=message):
             check_lock(reason)
     else:

@@ -115,6 +115,19 @@ def test_the_thinking_section_is_known_whichever_way_it_is_given(packaged_model,
         assert (config.thinking_end,) == tuple(_ids(packaged_model, END)), given
 
 
+def test_the_readmes_reasoning_parser_knows_the_thinking_section(packaged_model, monkeypatch):
+    """Of Qwen3, whose tokenizer has its markers; the packaged one gets them here."""
+    from transformers import AutoTokenizer
+    from vllm.config import reasoning
+
+    tokenizer = AutoTokenizer.from_pretrained(packaged_model)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    monkeypatch.setattr(reasoning, "cached_tokenizer_from_config", lambda model_config: tokenizer)
+    config = resolved(packaged_model, {"mars_scope": "answer"}, reasoning_parser="qwen3")
+    found = [config.thinking_start, config.thinking_end]
+    assert found == tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+
+
 @pytest.mark.parametrize("name", ["qwen3_xml", "kimi_k2", "gemma4", "hermes", "ernie45"])
 def test_the_markers_of_vllms_own_tool_parsers_are_known(packaged_model, monkeypatch, name):
     """Of a model whose every marker is a token."""

@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig
 from vllm_mars.hooks.arguments import check_request
-from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.hooks.pickled import TravellingOptions
 from vllm_mars.kernels.ledger.naive import (
     MOST_LOSS,
     MOST_PRICE_UNITS,
@@ -85,6 +85,7 @@ def served_with(config):
         (BOUND, {}, math.inf),
         (BOUND, {"mars_max_loss": 0.1}, math.inf),
         (BOUND, {"mars_price": 3}, 3.0),
+        (BOUND, {"mars_price": 3, "mars_max_loss": 0}, 0.0),
         (OPT_IN, {}, 0.0),
         (OPT_IN, {"mars_max_loss": 0.1}, math.inf),
         (OPT_IN, {"mars_max_loss": 0.1, "mars_price": 3}, 3.0),
@@ -107,11 +108,17 @@ def test_values(config, extra_args, expected):
         (
             OPT_IN,
             {"mars_price": 0.3},
-            "mars_price=0.3 is given, but .* server's, is strict; name a",
+            "mars_price=0.3 is given, but this server's mars_max_loss=0 is strict; name a "
+            r"mars_max_loss as well, up to 0\.5, or leave mars_price out",
         ),
-        (BOUND, {"mars_price": 0.3, "mars_max_loss": 0}, "which is this request's, is strict"),
+        (
+            MarsConfig(price=0.5, max_loss=0),
+            {"mars_price": 0.3},
+            "mars_price=0.3 is given, but this server's mars_max_loss=0 is strict; leave it out",
+        ),
         (THETA, {"mars_price": 1}, f"mars_price=1 {ANOTHER} mars_theta or leave"),
         (PRICE, {"mars_theta": 0.9}, f"mars_theta=0.9 {ANOTHER} mars_price or leave it out"),
+        (BOUND, {"mars_theta": 0.9}, f"mars_theta=0.9 {ANOTHER} mars_max_loss or leave it out"),
         (
             MarsConfig(theta=0.9),
             {"mars_theta": 0.89},
@@ -127,7 +134,11 @@ def test_values(config, extra_args, expected):
             r"mars_x{75}\.\.\. \(65541 characters\) is not an option",
         ),
         (BOUND, {"mars_max_loss": 0.75}, r"mars_max_loss=0.75 is above this server's bound of 0.5"),
-        (THETA, {"mars_max_loss": -1}, r"mars_max_loss=-1 is outside \[0, 1024\]; leave it out"),
+        (
+            THETA,
+            {"mars_max_loss": -1},
+            r"mars_max_loss=-1 is outside \[0, 1024\]; 0 is strict, 0.02",
+        ),
         (THINKS, {"mars_scope": "some"}, "mars_scope='some' is not one of all, thinking, answer"),
         (THINKS, {"mars_scope": 1}, "mars_scope=1 is not one of all, thinking, answer"),
         (

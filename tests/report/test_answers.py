@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 from vllm_mars import MarsConfig
 from vllm_mars.hooks.patches import patch_chat
-from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.hooks.pickled import TravellingOptions
 from vllm_mars.report.carrier import FIELD
 
 

@@ -97,7 +97,7 @@ DELAY = '{"downscale_delay": 60}'
     ("options", "error", "message"),
     [
         ({"speculative_config": '{"mars_theta": 0.9}'}, ValueError, "mars_theta=0.9 is given, but"),
-        ({"min_replicas": 3, "max_replicas": 2}, ValueError, "max_replicas=2 is below min_replic"),
+        ({"min_replicas": 3, "max_replicas": 2}, ValueError, "max_replicas .2. must be greater"),
         ({"min_replicas": 0, "max_replicas": 0}, ValueError, "max_replicas"),
         (
             {"autoscaling": DELAY},
@@ -108,18 +108,6 @@ DELAY = '{"downscale_delay": 60}'
         ({"autoscaling": {"downscale_delay_s": "soon"}}, ValueError, "downscale_delay_s"),
         ({"thetta": 0.9}, ValueError, "thetta"),
         ({"speculative_config": "{"}, ValueError, "speculative_config"),
-        ({"min_replicas": 9}, RuntimeError, "9 replicas of 1 ranks need 18 CPUs, but this Ray clu"),
-        (
-            {"engine_kwargs": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}},
-            RuntimeError,
-            "1 replicas of 8 ranks need 9 CPUs, but this Ray cluster has 8; lower",
-        ),
-        # What comes with the first request must fit, too.
-        (
-            {"min_replicas": 0, "engine_kwargs": {"tensor_parallel_size": 8}},
-            RuntimeError,
-            "1 replicas of 8 ranks need 9 CPUs, but this Ray cluster has 8; lower",
-        ),
     ],
 )
 def test_what_is_refused_before_anything_starts(ray_cluster, tiny_model, options, error, message):

@@ -3,20 +3,16 @@
     python vllm_serve.py serve MODEL --host HOST --port PORT [--load-seconds SECONDS] ...
 
 As there: a model that does not exist is named on the standard error and ends it with status 1; an
-engine core and a worker run in processes of their own; a socket file lies in the temporary
-directory, and stays when nobody removes it; `/health` answers once the model is loaded; SIGTERM
-ends all. The tests that take this program take the real one too, at night.
+engine core and a worker run in processes of their own; `/health` answers once the model is loaded;
+SIGTERM ends all. The tests that take this program take the real one too, at night.
 """
 
 import argparse
 import http.server
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
 from pathlib import Path
 
 WORKER = "import time; time.sleep(300)"
@@ -46,17 +42,15 @@ def main() -> None:
     print("INFO: vLLM API server, a stand-in", flush=True)
     if not (given.model / "config.json").exists():
         raise OSError(f"Can't load the configuration of '{given.model}'.")
-    with socket.socket(socket.AF_UNIX) as rpc:
-        rpc.bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
-        engine_core = subprocess.Popen([sys.executable, "-c", ENGINE_CORE])
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        try:
-            time.sleep(given.load_seconds)
-            print("INFO: Application startup complete.", flush=True)
-            http.server.ThreadingHTTPServer((given.host, given.port), Handler).serve_forever()
-        finally:
-            engine_core.terminate()
-            engine_core.wait()
+    engine_core = subprocess.Popen([sys.executable, "-c", ENGINE_CORE])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        time.sleep(given.load_seconds)
+        print("INFO: Application startup complete.", flush=True)
+        http.server.ThreadingHTTPServer((given.host, given.port), Handler).serve_forever()
+    finally:
+        engine_core.terminate()
+        engine_core.wait()
 
 
 if __name__ == "__main__":

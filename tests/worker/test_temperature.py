@@ -11,7 +11,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from benchmarks.kernel_step import Shape, is_repeated, step_of, tokens_of
+from benchmarks.step_v2 import Shape, is_repeated, step_of, tokens_of
 from vllm_mars import MarsConfig
 
 pytestmark = [

@@ -1,7 +1,7 @@
-"""Margin-aware verification of draft trees, in plain torch; it waits for the device.
+"""Margin-aware verification of draft trees, which waits for the device.
 
-A node is a draft token behind its parent, and on its parent's row strict, relaxed or neither as for
-`verify_greedy` (docs/rule.md). Of the paths from the root over strict and relaxed nodes one is
+A node is a draft token behind its parent, and on its parent's row strict, relaxed or neither as
+`verify_greedy` says (docs/rule.md). Of the paths from the root over strict and relaxed nodes one is
 taken; of equal ones that with the fewest relaxed nodes, then the longest, then what ends first.
 """
 
@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mars.functions.verify import ID_DTYPES, check_tensor
+from vllm_mars.functions.verify import ID_DTYPES, check_tensor, verify_greedy
+from vllm_mars.kernels.ledger.naive import MOST_LOSS, price_units
 from vllm_mars.kernels.rules import PRICE, THETA, Rule
 from vllm_mars.options.config import check_value
 
-# Nodes of a request's tree that are looked at. Units in a nat, and the most nats of each.
-MOST_NODES, UNITS, MOST_LOSS, MOST_PRICE = 128, 2**16, 2**14, 2**13
+# Nodes of a request's tree that are looked at.
+MOST_NODES = 128
 # In the place of a loss: of the argmax, and of a token that is not acceptable.
 STRICT, NEVER = -1, -2
 
@@ -105,7 +106,7 @@ def verify_tree(
         above, drafts = parents[own].tolist(), draft_token_ids[own]
         # Of each node, and of the root at index -1.
         rows = [*node_rows[own].tolist(), int(root_rows[request])]
-        judged = logits[[rows[it] if it in range(len(above)) else rows[-1] for it in above]].float()
+        judged = logits[[rows[it] if it in range(len(above)) else rows[-1] for it in above]]
         losses = _losses(judged, drafts, rule, value[request], protected)
         paths: dict[int, list[int]] = {-1: []}
         for node, parent in enumerate(above):
@@ -124,19 +125,27 @@ def verify_tree(
     return TreeOutput(*tables, count[0].int(), count[1].int(), count[2])
 
 
-def _losses(z: Tensor, drafts: Tensor, rule: Rule, value: Tensor, protected: Tensor) -> list[int]:
+def _losses(
+    logits: Tensor, drafts: Tensor, rule: Rule, value: Tensor, protected: Tensor
+) -> list[int]:
     """What each node loses in units of 2**-16 nats if it is relaxed; else STRICT or NEVER."""
-    # topk says nothing of the order of equal values, so it gives values and no ids.
-    argmax, second = z.argmax(-1), z.topk(min(2, z.shape[1])).values[:, -1]
-    x = drafts.long().clamp(0, z.shape[1] - 1)
-    first, logit = (z.gather(1, it[:, None])[:, 0] for it in (argmax, x))
-    if rule is PRICE:
-        is_relaxed = (logit > -torch.inf) & (first < torch.inf)
-    else:
-        is_relaxed = (logit >= second) & (second > value * first) & ((value == 1) | (first > 0))
-    is_relaxed &= (x == drafts) & ~protected[x] & ~protected[argmax]
-    loss = ((first - logit).clamp(max=MOST_LOSS) * UNITS).ceil().where(is_relaxed, NEVER)
-    return [int(it) for it in loss.where(drafts != argmax, STRICT).tolist()]
+    ends = torch.arange(1, len(drafts) + 1, dtype=torch.int32, device=logits.device)
+    # At the highest price any loss pays; `_key` looks at the request's own.
+    given = {"price": PRICE.most} if rule is PRICE else {"theta": value.repeat(len(drafts))}
+    # Each node is a draft of its own, whose bonus row nobody looks at.
+    found = verify_greedy(
+        logits.repeat_interleave(2, dim=0),
+        drafts,
+        ends,
+        protected=protected,
+        max_draft_len=1,
+        **given,
+    )
+    kinds = torch.stack([found.num_accepted, found.num_relaxed, found.lost]).T.tolist()
+    return [
+        (lost if is_relaxed else STRICT) if is_accepted else NEVER
+        for is_accepted, is_relaxed, lost in kinds
+    ]
 
 
 def _key(path: list[int], losses: list[int], prefer: str, price: float | None) -> tuple[Any, ...]:
@@ -144,8 +153,8 @@ def _key(path: list[int], losses: list[int], prefer: str, price: float | None) -
     if price is None and prefer == "draft":
         return *path, MOST_NODES
     if price is None and prefer == "target":
-        return *((losses[node], node) for node in path), (MOST_LOSS * UNITS + 1, 0)
+        return *((losses[node], node) for node in path), (MOST_LOSS + 1, 0)
     paid = [losses[node] for node in path if losses[node] != STRICT]
     # "longest" is a price that no path can lose.
-    most = 2 * MOST_NODES * MOST_LOSS if price is None else min(price, MOST_PRICE)
-    return sum(paid) - int(UNITS * most) * len(path), len(paid), -len(path)
+    each = 2 * MOST_NODES * MOST_LOSS if price is None else price_units(price)
+    return sum(paid) - each * len(path), len(paid), -len(path)

@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.hooks.compat import check_interfaces
-from vllm_mars.hooks.ranks import TravellingOptions
+from vllm_mars.hooks.pickled import TravellingOptions
 from vllm_mars.options.config import (
     CONFIG_KEY,
     MarsConfig,

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_mars.hooks.plugin import HOOKS
-from vllm_mars.options.cuda_graph import GRAPH_VARIABLE, graph_is_on
 from vllm_mars.releases import KNOWN
 
-# The parts of a server that cut drafts on the device, and that capture the verification.
-ADAPTIVE, GRAPH = "adaptive verification", "CUDA graph"
+# The part of a server that cuts drafts on the device.
+ADAPTIVE = "adaptive verification"
 # How to do without a part that not every server has.
-_DROP = {ADAPTIVE: "enable_adaptive_verification", GRAPH: f"{GRAPH_VARIABLE}=1"}
+_DROP = {ADAPTIVE: "enable_adaptive_verification"}
 
 # By the part of a server in whose process they are: methods that are wrapped or read, and the first
 # parameters behind self, which are taken by their place; behind "..." those taken by name.
@@ -69,7 +68,6 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
             "scheduler_output, model_runner_output"
         ),
-        "vllm.v1.executor.abstract:Executor.collective_rpc": "method",
         "vllm.v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
     },
     "V1": {
@@ -119,22 +117,6 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             ),
         }.items()
     },
-    GRAPH: {
-        f"vllm.v1.worker.gpu.{method}": parameters
-        for method, parameters in {
-            "cudagraph_utils:CudaGraphManager.__init__": (
-                "vllm_config, device, cudagraph_mode, decode_query_len"
-            ),
-            "cudagraph_utils:CudaGraphManager.capture": "create_forward_fn",
-            "cudagraph_utils:CudaGraphManager.dispatch": (
-                "num_reqs, num_tokens, uniform_token_count, num_active_loras"
-            ),
-            "cudagraph_utils:CudaGraphManager.run_fullgraph": "desc",
-            "model_runner:GPUModelRunner.capture_model": "..., profile_only",
-            "model_runner:GPUModelRunner.sample": "hidden_states, input_batch, grammar_output",
-            "model_states.interface:ModelState.capture_inner_cudagraphs": "",
-        }.items()
-    },
 }
 # Classes of ours, and the methods that vLLM calls instead of its own.
 _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -177,11 +159,9 @@ def check_interfaces(part: str) -> None:
 
 
 def check_options(runner: Any, _: object) -> None:
-    """`check_interfaces` of the parts that the server of a V2 runner asks for."""
+    """`check_interfaces` of adaptive verification if the server of a V2 runner enables it."""
     if runner.vllm_config.speculative_config.enable_adaptive_verification:
         check_interfaces(ADAPTIVE)
-    if graph_is_on():
-        check_interfaces(GRAPH)
 
 
 def _differences(part: str) -> Iterator[tuple[str, str]]:

@@ -246,14 +246,6 @@ def patch_stat_loggers(module: ModuleType) -> None:
     _after(module, "LoggingStatLogger.__init__", log)
 
 
-# Why: vLLM skips a plugin that a worker's machine lacks, and that rank would verify strictly.
-# Until: vLLM compares the plugins of its processes.
-@_once
-def patch_executor(module: ModuleType) -> None:
-    """Asks every worker, once it is up, what it verifies with."""
-    _after(module, "Executor.__init__", "vllm_mars.hooks.ranks:require_same_everywhere")
-
-
 # Why: the V1 runner names its rejection sampler class and offers no place for another.
 # Until: the V1 runner is gone, or asks the platform or a plugin for the class.
 @_once

@@ -5,9 +5,18 @@ imported. The hooks are text, so nothing of this package is imported until vLLM 
 concerned; a process pays for nothing that it does not use.
 """
 
+from typing import Any
+
 import wrapt
 
+# Names that vLLM would report as unknown, or refuse.
+VARIABLES = (
+    "VLLM_MARS_CACHE",
+    "VLLM_MARS_LOCK",
+    "VLLM_MARS_OVERRIDES",
+)
 HOOKS = {
+    "vllm.envs": "vllm_mars.hooks.plugin:add_variables",
     "vllm.engine.arg_utils": "vllm_mars.hooks.patches:patch_engine_args",
     "vllm.v1.engine.async_llm": "vllm_mars.hooks.patches:patch_async_llm",
     "vllm.entrypoints.openai.chat_completion.serving": "vllm_mars.hooks.patches:patch_chat",
@@ -19,10 +28,16 @@ HOOKS = {
     "vllm.v1.core.sched.scheduler": "vllm_mars.hooks.patches:patch_scheduler",
     "vllm.v1.metrics.loggers": "vllm_mars.hooks.patches:patch_stat_loggers",
     "vllm.v1.metrics.stats": "vllm_mars.hooks.patches:patch_stats",
-    "vllm.v1.executor.abstract": "vllm_mars.hooks.patches:patch_executor",
     "vllm.v1.worker.gpu_model_runner": "vllm_mars.hooks.patches:patch_runner_v1",
     "vllm.v1.worker.gpu.model_runner": "vllm_mars.hooks.patches:patch_runner_v2",
 }
+
+
+def add_variables(envs: Any) -> None:
+    """Adds `VARIABLES` to those that vLLM knows."""
+    for name in VARIABLES:
+        # vLLM hashes values into the key of its compile cache, and none of these changes a model.
+        envs.environment_variables[name] = lambda: None
 
 
 def register() -> None:

@@ -1,9 +1,7 @@
 """What the demo prints: a table each for greedy and sampled requests, two answers, a sentence.
 
 Of the greedy answers that MARS changed, two are shown, which nobody chooses by hand: the one that
-shares most words with the strict answer, and the one whose whole text became least probable to the
-target, by its NLL per token less that of the strict answer. The one that became most probable would
-often be one that repeats itself.
+shares most words with the strict answer, and the one whose relaxed tokens lost most.
 """
 
 import difflib
@@ -33,11 +31,6 @@ class Example(NamedTuple):
     lossy: Answer
 
     @property
-    def hotter(self) -> float:
-        """NLL per token of the lossy answer less that of the strict one."""
-        return self.lossy.nll_per_token - self.strict.nll_per_token
-
-    @property
     def alike(self) -> float:
         """The share of words that stand in both answers in the same order."""
         strict, lossy = self.strict.text.split(), self.lossy.text.split()
@@ -60,7 +53,7 @@ def chosen(found: Sequence[Example]) -> dict[str, Example]:
     """Two of the changed answers, by what they are; there must be one at least."""
     return {
         "The one that changed least": max(found, key=lambda it: it.alike),
-        "The one that became least probable": max(found, key=lambda it: it.hotter),
+        "The one that lost most": max(found, key=lambda it: sum(it.lossy.lost)),
     }
 
 
@@ -68,7 +61,7 @@ def told(found: Sequence[Example]) -> str:
     """What the two answers of `chosen` are."""
     return (
         f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
-        "the strict answer, and the one whose whole text became least probable to the target."
+        "the strict answer, and the one whose relaxed tokens lost most."
     )
 
 
@@ -149,9 +142,8 @@ def _print_examples(found: Sequence[Example], prompts: Mapping[str, str], consol
         name = strict.prompt
         console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))
         titles = (
-            f"strict, NLL {strict.nll_per_token:.2f} per token",
-            f"MARS, NLL {lossy.nll_per_token:.2f} per token, relaxed {len(lossy.lost)} for "
-            f"{sum(lossy.lost):.2f} nats",
+            "strict",
+            f"MARS, relaxed {len(lossy.lost)} for {sum(lossy.lost):.2f} nats",
         )
         texts = (Text(strict.text), _marked(lossy, console))
         if console.width >= SIDE_BY_SIDE_WIDTH:

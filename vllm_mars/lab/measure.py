@@ -4,7 +4,6 @@ The servers of a group run at the same time and take turns.
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -37,8 +36,6 @@ REQUEST_TIMEOUT = 120.0
 # Of a server with the packaged model, each of those that start side by side on two idle cores.
 START_SECONDS = 33
 MINUTE = 60.0
-# Of the first choice's probability.
-UNLIKELY = 0.2
 # What the last step counts arrives a little behind its tokens.
 POLL_SECONDS = 0.1
 COUNTED_SECONDS = 60.0
@@ -217,32 +214,12 @@ class LocalRunner:
             answers=tuple(
                 Answer(
                     *(prompt.id, it.generated_text, it.output_tokens, it.ttft, it.latency),
-                    *variety(ids := self._tokens(it.generated_text)),
-                    *self._scores(server, prompt.turns[0], ids),  # type: ignore[arg-type]
                     pieces=self._pieces(server, turn, prompt.turns[0]),
                 )
                 for prompt, it in zip(prompts, outputs, strict=True)
             ),
             drift_nats=None if up is None or down is None else up - down,
         )
-
-    def _scores(
-        self, server: VllmServer, prompt: str, answer: Sequence[int]
-    ) -> tuple[int, float, int]:
-        """An answer's tokens, their NLL, and the unlikely ones, by the target's own prefill."""
-        chat = [{"role": "user", "content": prompt}]
-        asked = self._tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        body = {"model": self._sweep.model, "prompt": [*asked, *answer], "prompt_logprobs": 1}
-        told = self._asked(server, "completions", {**body, "max_tokens": 1, "temperature": 0})
-        nll, unlikely = 0.0, 0
-        scores = told["choices"][0]["prompt_logprobs"][len(asked) :]
-        for token, score in zip(answer, scores, strict=True):
-            own, best = (score[str(token)]["logprob"], max(it["logprob"] for it in score.values()))
-            nll -= own
-            unlikely += own < best + math.log(UNLIKELY)
-        return len(answer), nll, unlikely
 
     def _pieces(self, server: VllmServer, turn: Turn, prompt: str) -> tuple[Piece, ...]:
         """An answer with its relaxed tokens, where examples are asked for."""
@@ -264,15 +241,6 @@ class LocalRunner:
         except (OSError, ValueError) as error:
             raise RuntimeError(f"{url} does not answer: {error}") from error
         return answer
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._sweep.model)
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @contextlib.contextmanager
@@ -330,13 +298,6 @@ def settled(server: VllmServer, generated: float = 0) -> dict[str, float]:
         f"generated tokens, not {generated:g}, {COUNTED_SECONDS:g} s after the last answer; does "
         "another client use this server?"
     )
-
-
-def variety(ids: Sequence[int]) -> tuple[float, float]:
-    """The shares of a text's 4-grams that stood in it before, and of its tokens that did not."""
-    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
-    repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
-    return repeated, len(set(ids)) / len(ids) if ids else 1.0
 
 
 def pieces(answer: dict[str, Any]) -> tuple[Piece, ...]:

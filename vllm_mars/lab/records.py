@@ -33,10 +33,6 @@ class Answer:
     Attributes:
         tokens: of the answer, as the server counts them.
         ttft, seconds: until the first token, and until the last one.
-        repeated: share of the text's 4-grams of tokens that stood in it before.
-        distinct: share of the text's tokens that differ from all before them.
-        scored: tokens of the text; nll: -log of their probability under the target, in nats;
-            unlikely: those less than a fifth as probable as its first choice.
         pieces: the text with its relaxed tokens, where examples were asked for.
     """
 
@@ -45,22 +41,12 @@ class Answer:
     tokens: int
     ttft: float
     seconds: float
-    repeated: float
-    distinct: float
-    scored: int = 0
-    nll: float = 0.0
-    unlikely: int = 0
     pieces: tuple[Piece, ...] = ()
 
     @property
     def lost(self) -> list[float]:
         """What each relaxed token lost, in nats."""
         return [piece.lost for piece in self.pieces if piece.lost is not None]
-
-    @property
-    def nll_per_token(self) -> float:
-        """Under the target, in nats."""
-        return self.nll / max(self.scored, 1)
 
 
 @dataclass(frozen=True)

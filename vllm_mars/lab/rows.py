@@ -53,13 +53,7 @@ class Row:
         gain: that / the baseline's.
         step_ratio: seconds per step, where one request is answered at a time / the baseline's.
         lost, drift: nats per token, by the server's counters; a strict rule loses 0.
-        nll: of the answers under the target, in nats per token.
-        hotter: that less the baseline's.
-        unlikely: of 1,000 tokens, those less than a fifth as probable as the first choice.
         length: tokens per answer.
-        ended: share of the answers that ended by themselves, before the longest length.
-        same: share of greedy answers whose text is the baseline's.
-        repeated, distinct: shares of an answer's 4-grams and tokens, as `Answer` has them.
     """
 
     cell: Cell
@@ -77,14 +71,7 @@ class Row:
     step_ratio: Interval | None = None
     lost: Interval | None = None
     drift: Interval | None = None
-    nll: Interval | None = None
-    hotter: Interval | None = None
-    unlikely: Interval | None = None
     length: Interval | None = None
-    ended: Interval | None = None
-    same: Interval | None = None
-    repeated: Interval | None = None
-    distinct: Interval | None = None
 
     @property
     def is_uneven(self) -> bool:
@@ -98,23 +85,23 @@ def rows(file: SweepFile) -> list[Row]:
     for record in file.records:
         key = (record.temperature, record.concurrency, record.name)
         cells.setdefault(key, []).append(record)
-    name, most = file.heads[-1].baseline, file.heads[-1].settings.get("max_tokens", 0)
+    name = file.heads[-1].baseline
     found = []
     for (temperature, load, own), records in sorted(
         cells.items(), key=lambda item: (*item[0][:2], item[0][2] != name)
     ):
         base = [] if own == name else cells.get((temperature, load, name), [])
-        found.append(_row(records, base, most))
+        found.append(_row(records, base))
     return found
 
 
-def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
+def _row(records: Sequence[Record], base: Sequence[Record]) -> Row:
     cell = records[0].cell
     own = [record.measured for record in records if record.measured]
     if not own:
         return Row(cell, records[0].problem)
-    prompts, blocks = _by_prompt(records, most), _by_block(records)
-    their_prompts, their_blocks = _by_prompt(base, most), _by_block(base)
+    prompts, blocks = _by_prompt(records), _by_block(records)
+    their_prompts, their_blocks = _by_prompt(base), _by_block(base)
     alone = cell.concurrency == 1
     speculates = any(it.drafts for it in own)
     counted = all(it.lost_nats is not None for it in own)
@@ -126,16 +113,8 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
         "tpot": estimate(ratio_of_middles, prompts, ["further", "more"]),
         "token_speed": compared(ratio_of_middles, their_prompts, prompts, ["further", "more"]),
         "tokens_per_second": estimate(ratio_of_middles, blocks, ["tokens", "seconds"]),
-        "nll": estimate(ratio_of_means, prompts, ["nll", "scored"]),
-        "hotter": compared(ratio_of_means, prompts, their_prompts, ["nll", "scored"], np.subtract),
-        "unlikely": estimate(ratio_of_means, prompts, ["unlikely", "scored"]),
         "length": estimate(np.mean, prompts, ["tokens"]),
-        "ended": estimate(np.mean, prompts, ["ended"]),
-        "repeated": estimate(np.mean, prompts, ["repeated"]),
-        "distinct": estimate(np.mean, prompts, ["distinct"]),
     }
-    if base and cell.temperature == 0:
-        figures["same"] = estimate(np.mean, _same(records, base), ["same"])
     if speculates:
         figures |= {
             "steps": estimate(ratio_of_means, blocks, ["stepped", "drafts"]),
@@ -163,38 +142,22 @@ def _row(records: Sequence[Record], base: Sequence[Record], most: int) -> Row:
 
 
 # What is taken of an answer as it is.
-_OF_ANSWERS = ("ttft", "seconds", "tokens", "repeated", "distinct", "scored", "nll", "unlikely")
+_OF_ANSWERS = ("ttft", "seconds", "tokens")
 # What is known of each prompt or block, by its name.
 Samples = Mapping[Any, Mapping[str, float]]
 
 
-def _by_prompt(records: Sequence[Record], most: int) -> Samples:
+def _by_prompt(records: Sequence[Record]) -> Samples:
     found: dict[Any, list[dict[str, float]]] = {}
     for record in records:
         for answer in record.measured.answers if record.measured else ():
             known = {
                 **{name: float(getattr(answer, name)) for name in _OF_ANSWERS},
-                "ended": float(answer.tokens < most),
                 "further": answer.seconds - answer.ttft,
                 "more": answer.tokens - 1.0,
             }
             found.setdefault(answer.prompt, []).append(known)
     return {name: means_of(all_of) for name, all_of in found.items()}
-
-
-def _same(records: Sequence[Record], base: Sequence[Record]) -> Samples:
-    """Whether each prompt's answers are among the baseline's."""
-    texts, theirs = (
-        {
-            (answer.prompt, answer.text)
-            for record in of
-            for answer in (record.measured.answers if record.measured else ())
-        }
-        for of in (records, base)
-    )
-    both = {prompt for prompt, _ in texts} & {prompt for prompt, _ in theirs}
-    differ = {prompt for prompt, _ in texts - theirs}
-    return {prompt: {"same": float(prompt not in differ)} for prompt in both}
 
 
 def _by_block(records: Sequence[Record]) -> Samples:
@@ -223,10 +186,10 @@ def means_of(all_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def pace(records: Sequence[Record], base: Sequence[Record] = ()) -> Interval | None:
     """Seconds per token of whole answers, or, with a base, how many times as fast these are."""
-    own, names = _by_prompt(records, 0), ["seconds", "tokens"]
+    own, names = _by_prompt(records), ["seconds", "tokens"]
     if not base:
         return estimate(ratio_of_middles, own, names)
-    return compared(ratio_of_middles, _by_prompt(base, 0), own, names)
+    return compared(ratio_of_middles, _by_prompt(base), own, names)
 
 
 def ratio_of_means(above: Numbers, below: Numbers, axis: int = -1) -> Any:
@@ -320,20 +283,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "steps' gain": lambda row: shown(row.gain, ".2f"),
     "nats lost per token": lambda row: shown(row.lost, ".4f", ends=False),
     "drift": lambda row: shown(row.drift, "+.4f", ends=False),
-    "NLL per token": lambda row: shown(row.nll, ".2f", ends=False),
-    "NLL less": lambda row: shown(row.hotter, "+.2f"),
-    "unlikely tokens of 1,000": lambda row: shown(row.unlikely, ".0f", 1000, ends=False),
     "tokens per answer": lambda row: shown(row.length, ".1f", ends=False),
-    "ended": lambda row: shown(row.ended, ".2f", ends=False),
-    "same answers": lambda row: shown(row.same, ".2f", ends=False),
-    "repeated 4-grams": lambda row: shown(row.repeated, ".3f", ends=False),
-    "distinct tokens": lambda row: shown(row.distinct, ".3f", ends=False),
     "failed": lambda row: row.problem,
 }
 TIMES = ("time", "speed", "ttft", "tpot", "token_speed", "tokens_per_second")
 # Followed by the baseline's name.
 RATIOS = ("speed", "tokens' speed", "steps' gain")
-DIFFERENCES = ("NLL less",)
 
 
 class Text(NamedTuple):
@@ -371,14 +326,7 @@ def tables(found: Sequence[Row], baseline: str) -> list[Text]:
         title = f"{heat(temperature)}, {load} request{'s' if load > 1 else ''} at a time"
         title += f", {answers} answers"
         body = [[COLUMNS[name](row) for name in names] for row in group]
-        named = [
-            f"{name} x {baseline}"
-            if name in RATIOS
-            else f"{name} {baseline}'s"
-            if name in DIFFERENCES
-            else name
-            for name in names
-        ]
+        named = [f"{name} x {baseline}" if name in RATIOS else name for name in names]
         texts.append(Text(title, named, body))
     return texts
 

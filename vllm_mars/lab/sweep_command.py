@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 from vllm_mars.kernels.rules import RULES
 
-NEEDED = ("filelock", "pydantic", "rich", "scipy", "transformers")
+NEEDED = ("filelock", "pydantic", "rich", "scipy")
 # A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
 FILE_WIDTH = 200
 

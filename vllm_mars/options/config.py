@@ -323,9 +323,7 @@ def check_value(rule: Rule, value: object, name: str | None = None) -> None:
 
 def check_max_loss(nats: object) -> None:
     """Raises ValueError unless a bound on the loss is a number in [0, 1024]."""
-    meaning = (
-        "leave it out to set no bound, 0.02 lets an answer lose 0.02 nats for each of its tokens"
-    )
+    meaning = "0 is strict, 0.02 lets an answer lose 0.02 nats for each of its tokens"
     _require_within("mars_max_loss", nats, MOST_MAX_LOSS, meaning)
 
 

@@ -28,6 +28,7 @@ def check_lock(lossy: str | None) -> None:
         )
     if lossy is not None and lock_is_on():
         raise RuntimeError(
-            f"{LOCK_VARIABLE}=strict forbids lossy verification, but {lossy}; "
-            f"set mars_max_loss to 0, choose another method, or unset {LOCK_VARIABLE}."
+            f"{LOCK_VARIABLE}=strict forbids lossy verification, but {lossy}; choose a lossless "
+            "rejection_sample_method, such as 'mars' with mars_max_loss=0, or unset "
+            f"{LOCK_VARIABLE}."
         )

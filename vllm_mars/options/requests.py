@@ -215,19 +215,25 @@ def _value(own: dict[str, Any], config: MarsConfig) -> float:
     for key in own.keys() & _RULES:
         check_value(rule := _RULES[key], own[key])
         if rule != config.rule:
+            option = _MAX_LOSS if config.sets_price else config.rule.option
             raise ValueError(
-                f"{key}={own[key]} names another rule than this server's; choose "
-                f"{config.rule.option} or leave it out."
+                f"{key}={own[key]} names another rule than this server's; choose {option} or leave "
+                "it out."
             )
     if config.rule.option not in own:
         return config.value
     value = float(own[config.rule.option])
     _check_stricter(value, config)
-    if value != config.rule.strict and own.get(_MAX_LOSS, config.max_loss) == 0:
+    if value != config.rule.strict and config.max_loss == 0 and _MAX_LOSS not in own:
+        way_out = "leave it out"
+        if config.most_max_loss > 0:
+            way_out = (
+                f"name a mars_max_loss as well, up to {config.most_max_loss:g}, or leave "
+                f"{config.rule.option} out"
+            )
         raise ValueError(
-            f"{config.rule.option}={value} is given, but a mars_max_loss of 0, which is this "
-            f"{'request' if _MAX_LOSS in own else 'server'}'s, is strict; name a mars_max_loss as "
-            "well, as far as the server allows one, or leave both out."
+            f"{config.rule.option}={value} is given, but this server's mars_max_loss=0 is strict; "
+            f"{way_out}."
         )
     return value
 

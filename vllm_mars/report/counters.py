@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.kernels.account.naive import BUCKETS, UNIT, CounterLayout
+from vllm_mars.kernels.account.naive import BUCKETS, CounterLayout
+from vllm_mars.kernels.ledger.naive import UNIT
 
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0

@@ -12,7 +12,8 @@ from typing import Any
 import prometheus_client
 
 from vllm_mars import __version__
-from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, UNIT, CounterLayout
+from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, CounterLayout
+from vllm_mars.kernels.ledger.naive import UNIT
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
 from vllm_mars.report.carrier import EngineReport, add_counts, found_on

@@ -1,4 +1,4 @@
-"""A `vllm serve` child process that always ends with its owner."""
+"""A `vllm serve` child process."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from vllm_mars.servers.scrape import fetch, totals
 
 LOG_TAIL_LINES = 40
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 15.0
+GRACE_SECONDS, KILL_SECONDS = 15.0, 5.0
 METRICS_SECONDS = 30.0
 # Set only where the user has not: a small KV cache on CPU, and no reports to the outside.
 ENV_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
@@ -44,16 +44,6 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     return "\n".join([f"--- the end of {path} ---", *text.splitlines()[-lines:]])
 
 
-def end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Asks a child to end, kills it where it has not after so many seconds, and waits for it."""
-    process.terminate()
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server: defaults, this process's variables, and `env` over them.
 
@@ -66,9 +56,8 @@ def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, st
 class VllmServer:
     """Starts `vllm serve MODEL` on a free loopback port; as a context manager, ends it on exit.
 
-    The server runs in a session of its own under a small guard process (`server_guard`), which
-    ends the whole tree, engine processes included, when this process closes it or is gone for any
-    reason, SIGKILL included.
+    The server leads a session and process group, which `close` ends with all engine processes. If
+    this process is killed by SIGKILL, the server stays.
     """
 
     def __init__(
@@ -98,7 +87,7 @@ class VllmServer:
         self.port = 0
         self._env = server_env(self.model, env)
         self._wait = wait
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
 
     @property
@@ -108,10 +97,10 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard, which is also the server's process group and session."""
-        if self._guard is None:
+        """Process id of the server, which is also its process group and session."""
+        if self._process is None:
             raise RuntimeError("the server is not running; call start() first.")
-        return self._guard.pid
+        return self._process.pid
 
     def command(self) -> list[str]:
         """Returns the command line of the server."""
@@ -123,16 +112,15 @@ class VllmServer:
 
     def start(self) -> None:
         """Starts the process and returns at once."""
-        if self._guard is not None:
+        if self._process is not None:
             raise RuntimeError(f"the server is running already (pid {self.pid}); call close().")
         self.port = free_port()
         self._deadline = time.monotonic() + self.startup_timeout
-        guard = Path(__file__).with_name("server_guard.py")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(guard), str(GRACE_SECONDS), *self.command()],
-                stdin=subprocess.PIPE,
+            self._process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._env,
@@ -165,13 +153,15 @@ class VllmServer:
 
     def check_alive(self, when: str = "unexpectedly") -> None:
         """Raises RuntimeError, with the end of the log, if the server's process has ended."""
-        if self._guard is None:
+        if self._process is None:
             raise RuntimeError("the server is not running; call start() first.")
-        code = self._guard.poll()
+        code = self._process.poll()
         if code is not None:
             self.close()
+            # As a shell says it of a signal.
+            status = code if code >= 0 else 128 - code
             raise RuntimeError(
-                f"vLLM ended {when} with exit status {code}; see the log.\n{self.log_tail()}"
+                f"vLLM ended {when} with exit status {status}; see the log.\n{self.log_tail()}"
             )
 
     def log_tail(self) -> str:
@@ -193,22 +183,23 @@ class VllmServer:
 
     def close(self) -> None:
         """Ends the server and waits until its processes are gone; harmless when repeated."""
-        guard, self._guard = self._guard, None
-        if guard is None:
+        process, self._process = self._process, None
+        if process is None:
             return
+        # The API server ends its engine, unless it waits for clients or has been killed itself.
+        process.terminate()
         try:
-            # The guard sees the end of its input even if this process is interrupted below.
-            if guard.stdin is not None:
-                guard.stdin.close()
-            guard.wait(GRACE_SECONDS + 5.0)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
         finally:
-            # None: it did not end in time. Negative: killed, perhaps before the group ended.
-            if guard.poll() is None or guard.returncode < 0:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(guard.pid, signal.SIGKILL)
-                guard.wait()
+            # Until the group is gone; ended processes stay in it if nobody collects orphans.
+            deadline = time.monotonic() + KILL_SECONDS
+            with contextlib.suppress(ProcessLookupError):
+                while time.monotonic() < deadline:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.poll()
+                    time.sleep(POLL_SECONDS)
+            process.wait()
 
     def __enter__(self) -> Self:
         self.start()

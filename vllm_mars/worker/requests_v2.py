@@ -46,19 +46,17 @@ class Asks(enum.IntFlag):
 
     LOGITS: that something beside the temperature changes its logits.
     DRAFTS: that this is something that its drafts are drawn under as well.
-    MORE: logprobs, or a report of each token.
     SAMPLES: a temperature.
     DIVIDES: one that is not 1.
     """
 
     LOGITS = enum.auto()
     DRAFTS = enum.auto()
-    MORE = enum.auto()
     SAMPLES = enum.auto()
     DIVIDES = enum.auto()
 
 
-def _asks(params: "SamplingParams", wants_return: bool) -> Asks:
+def _asks(params: "SamplingParams") -> Asks:
     """A choice that is not known here may change the logits."""
     found = Asks(0)
     default = type(params)()
@@ -67,8 +65,6 @@ def _asks(params: "SamplingParams", wants_return: bool) -> Asks:
             found |= Asks.LOGITS
     if params.top_k > 0 or params.top_p < 1 or use_penalty(params):
         found |= Asks.DRAFTS
-    if params.logprobs is not None or params.logprob_token_ids or wants_return:
-        found |= Asks.MORE
     if params.temperature:
         found |= Asks.SAMPLES if params.temperature == 1 else Asks.SAMPLES | Asks.DIVIDES
     return found
@@ -83,17 +79,6 @@ def _parameters_of(params: "SamplingParams", drawn_at: float) -> tuple[float, ..
     top_k = params.top_k if params.top_k > 0 else _NO_PARAMETERS[1]
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     return drawn_at or 1.0, top_k, params.top_p, *penalties
-
-
-class BatchRows(NamedTuple):
-    """The rows of a batch, as `Step` and `Draws` have them."""
-
-    input_ids: torch.Tensor
-    cu_num_logits: torch.Tensor
-    slots: torch.Tensor
-    pos: torch.Tensor
-    row_slots: torch.Tensor
-    row_places: torch.Tensor
 
 
 class DraftParameters(NamedTuple):
@@ -115,19 +100,6 @@ class DraftParameters(NamedTuple):
     presence: torch.Tensor
 
 
-class BySlot(NamedTuple):
-    """What vLLM keeps of the requests in all slots, as `Step` and `Sampling` have it.
-
-    All but the first lie somewhere else in each step: the host writes them while the device reads
-    those of the step before.
-    """
-
-    total_len: torch.Tensor
-    prompt_len: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-
-
 class RequestsV2(LogitsProcessor):
     """Keeps what each slot's request chose, as a logits processor that changes no logit.
 
@@ -140,7 +112,6 @@ class RequestsV2(LogitsProcessor):
 
     Attributes:
         naming: slots whose request names tokens for their logprobs.
-        num_added: how many requests have come.
     """
 
     def __init__(
@@ -160,7 +131,6 @@ class RequestsV2(LogitsProcessor):
         self.naming: set[int] = set()
         # The `Asks` of each slot's request.
         self._asks = np.zeros(req_states.max_num_reqs, dtype=np.uint8)
-        self.num_added = 0
         # Slots whose request wants to know what was done.
         self._returning: set[int] = set()
         # What a slot's new request brings: the section's states behind all its tokens and behind
@@ -272,8 +242,7 @@ class RequestsV2(LogitsProcessor):
         room = self._req_states.max_model_len - prompt_len
         own = self._config, self._is_drawn, room, length - prompt_len
         record = record_of(options, sampling_params, *own)
-        self.num_added += 1
-        asked, asks = self._asks[req_idx], _asks(sampling_params, options.wants_return)
+        asked, asks = self._asks[req_idx], _asks(sampling_params)
         self._asks[req_idx] = asks
         _put(self._returning, req_idx, options.wants_return)
         _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
@@ -346,31 +315,38 @@ class RequestsV2(LogitsProcessor):
         """The `Asks` of all requests of a batch together."""
         return int(np.bitwise_or.reduce(self._asks[idx_mapping_np]))
 
-    def by_slot(self, sampling: Any) -> BySlot:
-        """What vLLM keeps in this step; `sampling` is its `SamplingStates`."""
-        states = self._req_states
-        own = states.total_len.gpu, states.prompt_len.gpu
-        return BySlot(*own, sampling.temperature.gpu, sampling.seeds.gpu)
-
     def step(
-        self, logits: torch.Tensor, rows: BatchRows, by_slot: BySlot, num_speculative_tokens: int
+        self,
+        logits: torch.Tensor,
+        input_ids: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        slots: torch.Tensor,
+        temperature: torch.Tensor,
+        num_speculative_tokens: int,
     ) -> tuple[Step, Guard | None]:
         """A step, and what the text before each of its rows asks.
 
         Args:
-            logits, num_speculative_tokens: see `Step`.
-            rows: of the batch.
-            by_slot: of all requests.
+            logits, input_ids, cu_num_logits, slots, num_speculative_tokens: see `Step`.
+            temperature: float32, by slot.
 
         Returns:
             The step, and what `guard_positions` finds; None where nothing looks at tokens.
         """
-        own = self.records, rows.slots, by_slot.total_len, by_slot.prompt_len
-        step = Step(logits, rows.input_ids, rows.cu_num_logits, *own, num_speculative_tokens)
+        states = self._req_states
+        step = Step(
+            logits=logits,
+            input_ids=input_ids,
+            cu_num_logits=cu_num_logits,
+            records=self.records,
+            slots=slots,
+            total_len=states.total_len.gpu,
+            prompt_len=states.prompt_len.gpu,
+            num_speculative_tokens=num_speculative_tokens,
+        )
         if not self._may_block:
             return step, None
-        tokens = self._req_states.all_token_ids.gpu
-        given = self._ring, tokens, step, by_slot.temperature, self._markers
+        given = self._ring, states.all_token_ids.gpu, step, temperature, self._markers
         return step, guard_positions(*given, self._config.repeat_ngram, self.fills)
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:

@@ -19,16 +19,13 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_mars.kernels import fused
 from vllm_mars.kernels.account.fused import add_log_ratios
-from vllm_mars.kernels.account.naive import Account
-from vllm_mars.kernels.step import Draws, Sampling, VerifyOutput
+from vllm_mars.kernels.step import Draws, Sampling
 from vllm_mars.options.config import MarsConfig
-from vllm_mars.options.cuda_graph import graph_is_on
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
 from vllm_mars.worker.draft_sampling_v2 import wrap_speculator
-from vllm_mars.worker.graphs import VerificationGraphs
-from vllm_mars.worker.requests_v2 import Asks, BatchRows, BySlot, RequestsV2
+from vllm_mars.worker.requests_v2 import Asks, RequestsV2
 from vllm_mars.worker.start import log_start, require_own_sampler
 from vllm_mars.worker.terms import EngineTerms
 from vllm_mars.worker.warmup import warm_up
@@ -41,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.vllm_mars.worker.sampler_v2")
 
-# The attributes of a runner with what makes its sampler, and with its graphs, if it has any.
-_SAMPLER, _GRAPHS = "_vllm_mars_sampler", "_vllm_mars_graphs"
+# The attribute of a runner with what makes its sampler.
+_SAMPLER = "_vllm_mars_sampler"
 
 
 # A member of a flag takes the host a microsecond.
@@ -176,56 +173,42 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 expanded_local_pos,
                 seq_lens_upper_bound_np,
             )
-        rows = BatchRows(
-            verify_draft_sampled,
-            cu_num_logits[1:],
-            idx_mapping,
-            pos,
-            expanded_idx_mapping,
-            expanded_local_pos,
-        )
         samples = bool(asks & _SAMPLES)
         returns = self.requests.returns(idx_mapping_np)
         account = self.reports.account(len(idx_mapping_np), logits.device, returns)
-        by_slot = self.requests.by_slot(states)
-        batch = rows, by_slot, divides if samples else None
-        output = self.verify(processed, draft_logits, *batch, account)
+        temperature = states.temperature.gpu
+        shared = _shared(processed, draft_logits)
+        step, guard = self.requests.step(
+            logits=shared,
+            input_ids=verify_draft_sampled,
+            cu_num_logits=cu_num_logits[1:],
+            slots=idx_mapping,
+            temperature=temperature,
+            num_speculative_tokens=self.num_speculative_steps,
+        )
+        draws = None
+        if samples:
+            sampling = Sampling(temperature, states.seeds.gpu)
+            if draft_logits is not None:
+                drawn_at, next_seeds = self.requests.drawn_with
+                sampling = sampling._replace(
+                    draft_logits=draft_logits,
+                    drawn_at=drawn_at,
+                    next_seeds=next_seeds if self._seeds_change else None,
+                )
+            draws = Draws(
+                sampling=sampling,
+                pos=pos,
+                row_slots=expanded_idx_mapping,
+                row_places=expanded_local_pos,
+                use_fp64=self.sampler.use_fp64_gumbel,
+                divides=divides,
+            )
+        output = fused.verify(step, self.terms.on(shared), guard, account, draws)
         self._slots = expanded_idx_mapping, idx_mapping
         is_told = samples and self.terms.config.logprobs == "sampled"
         self._table = account.table if is_told else None
         return processed, output.output_token_ids, output.num_emitted
-
-    def verify(
-        self,
-        logits: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        rows: BatchRows,
-        by_slot: BySlot,
-        divides: bool | None,
-        account: Account,
-    ) -> VerifyOutput:
-        """Launches the kernels of a verification.
-
-        Args:
-            logits: `[num_rows, vocab]`, processed but for what `divides` says.
-            draft_logits: `[max_num_reqs, num_speculative_steps, vocab]` or None.
-            rows: of the batch.
-            by_slot: of all requests.
-            divides: see `Draws`; None where no request samples.
-            account: where it is written down.
-        """
-        logits = _shared(logits, draft_logits)
-        step, guard = self.requests.step(logits, rows, by_slot, self.num_speculative_steps)
-        draws = None
-        if divides is not None:
-            sampling = Sampling(by_slot.temperature, by_slot.seeds)
-            if draft_logits is not None:
-                drawn_at, next_seeds = self.requests.drawn_with
-                own = draft_logits, drawn_at, next_seeds if self._seeds_change else None
-                sampling = Sampling(*sampling[:2], *own)
-            of_rows = rows.pos, rows.row_slots, rows.row_places
-            draws = Draws(sampling, *of_rows, self.sampler.use_fp64_gumbel, divides)
-        return fused.verify(step, self.terms.on(logits), guard, account, draws)
 
     def _get_logprobs_tensors(
         self,
@@ -300,11 +283,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     require_own_sampler(own, RejectionSampler)
     if not hasattr(runner, _SAMPLER):
         setattr(runner, _SAMPLER, _attach(runner, config))
-        if graph_is_on():
-            setattr(runner, _GRAPHS, VerificationGraphs(runner))
     runner.rejection_sampler = getattr(runner, _SAMPLER)(own.sampler)
-    if hasattr(runner, _GRAPHS):
-        getattr(runner, _GRAPHS).follow(runner.model_state)
 
 
 def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectionSamplerV2]:

@@ -23,7 +23,7 @@ This rule is the project's own: docs/rule.md.
 import math
 
 from vllm_mars.kernels.law.naive import Position, cap, log_partition, tilted
-from vllm_mars.kernels.ledger.naive import _UNIT, Allowance
+from vllm_mars.kernels.ledger.naive import UNIT, Allowance
 from vllm_mars.kernels.rows.naive import Rows, num_gainful
 from vllm_mars.kernels.verdicts import Verdict
 
@@ -67,7 +67,7 @@ def sampled(rows: Rows, begin: int, end: int, allowed: Allowance) -> list[Positi
     biases = [0.0] * (end - begin)
     for offset in reversed(range(gainful)):
         log_p, rest = rows.log_p[begin + offset], rows.rest[begin + offset]
-        bias = allowed.value * _UNIT + value
+        bias = allowed.value * UNIT + value
         if not log_p > -math.inf:
             value = 0.0
         elif reasons[offset]:
