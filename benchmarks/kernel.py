@@ -73,7 +73,7 @@ def measure_cell(clock: "ThreadClock | GpuClock", shape: "Shape", rounds: int) -
 
     step = step_of(shape, clock.device)
     # A server refuses theta beside drawn drafts; without them `block` is not what MARS is held to.
-    left_out = "MARS, theta 0.9" if shape.is_drawn else "vLLM, block"
+    left_out = "MARS, theta 0.9" if shape.is_probabilistic else "vLLM, block"
     variants = {
         name: by if isinstance(by, str) else MarsConfig(**by)
         for name, by in VARIANTS.items()

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.kernels.strictness.naive import Followers
+from vllm_mars.kernels.constraints.naive import NgramIndex
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class Kinds:
         counted = torch.ones_like(weights) if sampled else weights
         is_kind = self._of_token[own].T
         expected = [*(p @ self._of_token).sum(0)]
-        again = [*Followers(LONGEST).before((), tokens)]
+        again = [*NgramIndex(LONGEST).before((), tokens)]
         is_again, of_target = [], []
         for n in range(LONGEST - 1):
             lists = [by_length[n] if n < len(by_length) else set() for by_length in again]

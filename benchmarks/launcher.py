@@ -104,7 +104,7 @@ def without_compiling(
         get_current_stream=lambda device: 0,
         get_current_target=lambda: TARGET,
     )
-    launch.variant.cache_clear()
+    launch.launch_cache_for.cache_clear()
     try:
         with (
             mock.patch.object(triton.runtime.driver, "_active", driver),
@@ -113,7 +113,7 @@ def without_compiling(
         ):
             yield found
     finally:
-        launch.variant.cache_clear()
+        launch.launch_cache_for.cache_clear()
 
 
 def has_compiler() -> bool:

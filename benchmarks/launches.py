@@ -167,9 +167,9 @@ def _parameters(case: str, kind: str) -> list[Any]:
     ]
 
 
-def methods_of(is_drawn: bool) -> tuple[str, ...]:
+def methods_of(is_probabilistic: bool) -> tuple[str, ...]:
     """The methods of vLLM that a step is compared with, last the best of them without loss."""
-    return ("standard", "block") if is_drawn else ("standard",)
+    return ("standard", "block") if is_probabilistic else ("standard",)
 
 
 def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
@@ -187,9 +187,9 @@ def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
         return {"case": name, **counts, "syncs": len(waited), "names": launched}
 
     for case, kind in itertools.product(CASES, TEMPERATURES):
-        is_drawn = kind == "drawn drafts"
-        step = step_of(Shape(0.7, is_drawn, BATCH, K, VOCAB), META, _parameters(case, kind))
-        methods = {method: method for method in methods_of(is_drawn)}
+        is_probabilistic = kind == "drawn drafts"
+        step = step_of(Shape(0.7, is_probabilistic, BATCH, K, VOCAB), META, _parameters(case, kind))
+        methods = {method: method for method in methods_of(is_probabilistic)}
         bys = {"launches": MarsConfig(**CASES[case]), **methods}
         yield row(f"{case}, {kind}", bys, step)
     step = step_of(Shape(0.7, False, BATCH, K, VOCAB), META)
@@ -205,7 +205,7 @@ def time_cases(rounds: int) -> Iterator[list[Any]]:
 
     for kind, batch in itertools.product(TIMED, BATCHES):
         shape = Shape(*kind, batch, K, VOCAB)
-        step, methods = step_of(shape, ThreadClock.device), methods_of(shape.is_drawn)
+        step, methods = step_of(shape, ThreadClock.device), methods_of(shape.is_probabilistic)
         bys: dict[str, Any] = {method: method for method in methods}
         bys |= {name: MarsConfig(**options) for name, options in VARIANTS.items()}
         calls: dict[tuple[str, bool], Any] = {}

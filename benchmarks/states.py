@@ -9,7 +9,7 @@ draft: how many tokens they would accept, on average over their random numbers, 
 lose. Each position counts by the chance that the rule comes to it. A rule is a price that no bound
 caps: `price 0.5`, or `bound 0.02` for the price that this bound sets.
 
-It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.naive`).
+It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.reference`).
 """
 
 import argparse
@@ -27,12 +27,12 @@ from benchmarks.drafts import DrawnUnder, draw_as_vllm
 from benchmarks.text import SERVERS, open_engine, prompts_of
 from benchmarks.text_report import cell, read_all, show
 from vllm_mars.kernels.accept import naive as accept
-from vllm_mars.kernels.blocks.naive import reach as reached
-from vllm_mars.kernels.law import naive as law
-from vllm_mars.kernels.ledger.naive import LOSS_BITS, NO_BOUND, price_units
-from vllm_mars.kernels.rows.naive import read_probabilities
+from vllm_mars.kernels.block_verify.naive import update_joint_ratio
+from vllm_mars.kernels.budget import LOSS_BITS, NO_BOUND, price_units
+from vllm_mars.kernels.interface import Verdict
+from vllm_mars.kernels.row_stats.naive import read_probabilities
 from vllm_mars.kernels.rules import PRICE
-from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.kernels.served_dist import naive as law
 from vllm_mars.lab.prompts import PACKAGED
 from vllm_mars.lab.records import append_line, require_writable
 from vllm_mars.lab.rows import compared, estimate, heat, ratio_of_means
@@ -86,57 +86,61 @@ class Judge:
         self.sums: dict[str, dict[str, np.ndarray]] = {}
         self._prompt_of = prompt_of
         self._every = every
-        self._place = 0
+        self._req_idx = 0
         self._seen: dict[str, int] = defaultdict(int)
 
     def install(self, setattr: Callable[[Any, str, Any], None] = setattr) -> None:
         """Wraps how a step is verified; a test has it undone."""
-        allowances = accept.allowances
-        greedy, fixed, drawn = accept._greedy, accept._fixed, accept._drawn
+        loss_budgets = accept.loss_budgets
+        greedy, fixed, probabilistic = accept._greedy, accept._fixed, accept._probabilistic
 
         def noted(step: Any) -> Iterator[Any]:
-            for self._place, allowed in enumerate(allowances(step)):
-                yield allowed
+            for self._req_idx, budget in enumerate(loss_budgets(step)):
+                yield budget
 
-        def on_greedy(rows: Any, begin: int, end: int, allowed: Any, which: Any) -> Any:
-            self._add(allowed, lambda it, _: of_greedy(rows, begin, end, it))
-            return greedy(rows, begin, end, allowed, which)
+        def on_greedy(rows: Any, begin: int, end: int, budget: Any, which: Any) -> Any:
+            self._add(budget, lambda it, _: of_greedy(rows, begin, end, it))
+            return greedy(rows, begin, end, budget, which)
 
-        def on_fixed(rows: Any, allowed: Any, which: Any, own: Any) -> Any:
+        def on_fixed(rows: Any, budget: Any, which: Any, own: Any) -> Any:
             own.read(slice(None))
-            read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
-            self._add(allowed, lambda it, _: of_fixed(read, own, it))
-            return fixed(rows, allowed, which, own)
+            read = read_probabilities(rows, own.begin, own.z, own.p, own.preserved)
+            self._add(budget, lambda it, _: of_fixed(read, own, it))
+            return fixed(rows, budget, which, own)
 
-        def on_drawn(rows: Any, allowed: Any, own: Any) -> Any:
+        def on_probabilistic(rows: Any, budget: Any, own: Any) -> Any:
             own.read(slice(None))
             q = own.q.view(len(own.q), 1 + len(self.drafts), -1).unbind(1)
             own.q = q[0]
-            self._add(allowed, lambda it, place: of_drawn(rows, own, it, q[place]))
-            return drawn(rows, allowed, own)
+            self._add(budget, lambda it, req_idx: of_probabilistic(rows, own, it, q[req_idx]))
+            return probabilistic(rows, budget, own)
 
-        setattr(accept, "allowances", noted)
-        for name, wrapped in (("greedy", on_greedy), ("fixed", on_fixed), ("drawn", on_drawn)):
+        setattr(accept, "loss_budgets", noted)
+        for name, wrapped in (
+            ("greedy", on_greedy),
+            ("fixed", on_fixed),
+            ("probabilistic", on_probabilistic),
+        ):
             setattr(accept, f"_{name}", wrapped)
 
-    def _add(self, allowed: Any, judged: Callable[[Any, int], np.ndarray]) -> None:
-        name = self._prompt_of(self._place)
-        if name is None or allowed.has_ended:
+    def _add(self, budget: Any, judged: Callable[[Any, int], np.ndarray]) -> None:
+        name = self._prompt_of(self._req_idx)
+        if name is None or budget.has_ended:
             return
         self._seen[name] += 1
         if zlib.crc32(f"{name} {self._seen[name]}".encode()) % self._every:
             return
         sums = self.sums.setdefault(name, defaultdict(lambda: np.zeros(len(SUMS))))
         for rule, price in self.prices.items():
-            own = allowed._replace(value=price_units(price), rate=NO_BOUND)
-            for place, drafts in enumerate(("", *self.drafts)):
-                sums[", ".join(filter(None, (rule, drafts)))] += judged(own, place)
+            own = budget._replace(value=price_units(price), rate=NO_BOUND)
+            for req_idx, drafts in enumerate(("", *self.drafts)):
+                sums[", ".join(filter(None, (rule, drafts)))] += judged(own, req_idx)
 
 
-def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
+def of_greedy(rows: Any, begin: int, end: int, budget: Any) -> np.ndarray:
     """`SUMS` of a greedy step."""
     accepted, lost = 0, 0.0
-    for verdict in PRICE.plain.greedy(rows, begin, end, allowed):
+    for verdict in PRICE.plain.greedy(rows, begin, end, budget):
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
             break
         lost += rows.loss[begin + accepted] * UNIT * (verdict == Verdict.RELAXED)
@@ -144,38 +148,40 @@ def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
     return np.array([accepted + 1, 1, lost, lost, accepted + 1, 0, 0])
 
 
-def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
+def of_fixed(rows: Any, own: Any, budget: Any) -> np.ndarray:
     """The same of a step that samples with a fixed draft."""
-    found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
-    for i, position in enumerate(PRICE.plain.sampled(rows, own.begin, own.end, allowed)):
-        found += reach * np.array([0, 0, position.loss * UNIT, position.drift * UNIT, 1, 0, 0])
-        log_m = rows.log_p[own.begin + i] + law.log_ratio(position, is_draft=True)
-        reach *= math.exp(min(log_m, 0.0))
-        found[0] += reach
+    found, joint_ratio = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
+    for i, decision in enumerate(PRICE.plain.sampled(rows, own.begin, own.end, budget)):
+        found += joint_ratio * np.array(
+            [0, 0, decision.loss * UNIT, decision.drift * UNIT, 1, 0, 0]
+        )
+        log_m = rows.log_p[own.begin + i] + law.log_ratio(decision, is_draft=True)
+        joint_ratio *= math.exp(min(log_m, 0.0))
+        found[0] += joint_ratio
     return found
 
 
-def of_drawn(rows: Any, own: Any, allowed: Any, q: Any) -> np.ndarray:
+def of_probabilistic(rows: Any, own: Any, budget: Any, q: Any) -> np.ndarray:
     """The same with a drawn draft, on average over drafts that are drawn from q.
 
     The draft was drawn from what can propose all that q can, so it counts by its probability under
     q over that under which it was drawn.
     """
-    found, reach, weight = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0, 1.0
-    prices = law.drawn_prices(rows, own.begin, own.end, allowed, own.most_drafts)
+    found, joint_ratio, weight = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0, 1.0
+    prices = law.clip_prices(rows, own.begin, own.end, budget, own.max_draft_len)
     for i, (x, price) in enumerate(zip(rows.draft[own.begin : own.end], prices, strict=True)):
         if x < 0:
             break
-        row = own.z[i], own.p[i], q[i], price, own.kept[i]
+        row = own.z[i], own.p[i], q[i], price, own.preserved[i]
         served = law.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
         outside = q[i] == 0
         shares = float(own.p[i][outside].sum()), float(served.m[outside].sum())
-        found += weight * reach * np.array([0, 0, served.loss, served.drift, 1, *shares])
+        found += weight * joint_ratio * np.array([0, 0, served.loss, served.drift, 1, *shares])
         if not (of_q := float(q[i, x])):
             break
-        reach = reached(reach, float(served.m[x]), of_q)
+        joint_ratio = update_joint_ratio(joint_ratio, float(served.m[x]), of_q)
         weight *= of_q / float(own.q[i, x])
-        found[0] += weight * reach
+        found[0] += weight * joint_ratio
     return found
 
 
@@ -204,8 +210,8 @@ def measure(args: argparse.Namespace) -> None:
         prompts |= prompts_of(file, tokenizer)
     names = {tuple(ids): name for name, ids in prompts.items()}
 
-    def prompt_of(place: int) -> str | None:
-        request = runner.requests[runner.input_batch.req_ids[place]]
+    def prompt_of(req_idx: int) -> str | None:
+        request = runner.requests[runner.input_batch.req_ids[req_idx]]
         return names.get(tuple(request.prompt_token_ids))
 
     judge = Judge(prompt_of, args.every, args.drafts)
@@ -232,10 +238,14 @@ def measure(args: argparse.Namespace) -> None:
         print(f"{heat(temperature)}: {len(sums)} prompts", flush=True)
 
 
-def price_of(name: str, temperature: float, is_drawn: bool) -> float:
+def price_of(name: str, temperature: float, is_probabilistic: bool) -> float:
     """The price in nats that a rule's name stands for."""
     what, value = name.split()
-    return float(value) if what == "price" else price_of_bound(float(value), temperature, is_drawn)
+    return (
+        float(value)
+        if what == "price"
+        else price_of_bound(float(value), temperature, is_probabilistic)
+    )
 
 
 def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:

@@ -140,7 +140,7 @@ class Step:
         if not isinstance(method, str) and self.draft_logits is not None:
             # These drafts were drawn at the temperature itself.
             temperature = runner.sampler.sampling_states.temperature.gpu
-            runner.rejection_sampler.requests.drawn_with[0].copy_(temperature)
+            runner.rejection_sampler.requests.draft_sampling[0].copy_(temperature)
         return runner.rejection_sampler
 
     def enter(self, sampler: Any, names: Iterable[str] | None = None) -> None:
@@ -393,13 +393,13 @@ class Shape(NamedTuple):
     """A batch whose requests have `k` draft tokens each, and bfloat16 logits."""
 
     temperature: float
-    is_drawn: bool
+    is_probabilistic: bool
     batch: int
     k: int
     vocab: int
 
     def __str__(self) -> str:
-        drafts = "probabilistic" if self.is_drawn else "fixed"
+        drafts = "probabilistic" if self.is_probabilistic else "fixed"
         return f"temperature {self.temperature:g}, {drafts} drafts, batch {self.batch}"
 
 
@@ -415,12 +415,12 @@ def step_of(shape: Shape, device: torch.device, params: Sequence[Any] | None = N
     from vllm import SamplingParams
 
     torch.manual_seed(0)
-    temperature, is_drawn, batch, k, vocab = shape
+    temperature, is_probabilistic, batch, k, vocab = shape
     random = functools.partial(torch.rand, device=device)
     normal = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     logits, draft_logits = normal(batch * (k + 1), vocab) * 3, None
     of_drafts = logits.view(batch, k + 1, vocab)[:, :-1]
-    if is_drawn:
+    if is_probabilistic:
         draft_logits = of_drafts + normal(batch, k, vocab) / 2
         noise = -random(batch, k, vocab).log().neg().log()
         drafts = (draft_logits / (temperature or 1) + noise).argmax(-1)

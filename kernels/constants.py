@@ -12,22 +12,21 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from vllm_mars.kernels import record, step
-from vllm_mars.kernels.account import naive as account
-from vllm_mars.kernels.law import naive as law
-from vllm_mars.kernels.ledger import naive as ledger
-from vllm_mars.kernels.record import Column
-from vllm_mars.kernels.strictness import naive as strictness
-from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.kernels import budget, interface
+from vllm_mars.kernels.constraints import markers
+from vllm_mars.kernels.counters import table
+from vllm_mars.kernels.interface import Column, Verdict
+from vllm_mars.kernels.served_dist import naive as served_dist
 
 
-class OfRow(enum.IntEnum):
+class ClipStat(enum.IntEnum):
     """What `clip_kernel` finds of a row of a drawn draft, and behind it `mass_kernel`.
 
     LOG_W, PRICE, LOG_TOTAL: log w, the price, and log F(w). TARGET_LSE, DRAFT_LSE: log-sum-exps.
-    LOSS, DRIFT: KL(m || p), and the drift. RATIO, OF_DRAFT: of the draft token log m - log p, and
-    log m - log q, -inf where it cannot stay. BEFORE, STRICT_BEFORE: log p_i of the draft before the
-    row, and the same with p in the place of m; not of a request's first row, where they are 0.
+    LOSS, DRIFT: KL(m || p), and the drift. LOG_RATIO, LOG_ACCEPT_RATIO: of the draft token log m -
+    log p, and log m - log q, -inf where it cannot stay. LOG_JOINT_RATIO, STRICT_LOG_JOINT_RATIO:
+    log p_i of the draft before the row, and the same with p in the place of m; not of a request's
+    first row, where they are 0.
     """
 
     LOG_W = 0
@@ -37,10 +36,10 @@ class OfRow(enum.IntEnum):
     DRAFT_LSE = 4
     LOSS = 5
     DRIFT = 6
-    RATIO = 7
-    OF_DRAFT = 8
-    BEFORE = 9
-    STRICT_BEFORE = 10
+    LOG_RATIO = 7
+    LOG_ACCEPT_RATIO = 8
+    LOG_JOINT_RATIO = 9
+    STRICT_LOG_JOINT_RATIO = 10
 
 
 def _names(of: type[enum.IntEnum]) -> SimpleNamespace:
@@ -53,49 +52,49 @@ class Constants(NamedTuple):
     # By name verdicts, columns of a record, and what is found of a row; sizes of the last two.
     VERDICT: Any = _names(Verdict)
     COLUMN: Any = _names(Column)
-    OF_ROW: Any = _names(OfRow)
-    RECORD_SIZE: int = record.RECORD_SIZE
-    CLIPPED: int = len(OfRow)
+    CLIP_STAT: Any = _names(ClipStat)
+    RECORD_SIZE: int = interface.RECORD_SIZE
+    NUM_CLIP_STATS: int = len(ClipStat)
 
     # Counters, by name, and how many have an entry for each position.
-    COUNTER: Any = account.PLACES
-    BY_POSITION: int = len(account.BY_POSITION)
+    COUNTER: Any = table.COUNTER_OFFSETS
+    BY_POSITION: int = len(table.BY_POSITION)
 
     # Nats of a unit, units of a nat, and what parts a rate from units.
-    UNIT: float = ledger.UNIT
-    PER_NAT: float = 2.0**ledger.LOSS_BITS
-    RATE_SHIFT: int = ledger.RATE_BITS - ledger.LOSS_BITS
-    MOST_LOSS: float = float(ledger.MOST_LOSS)
-    NO_BOUND: int = ledger.NO_BOUND
-    NO_LIMIT: int = ledger.NO_LIMIT
-    BURST_TOKENS: int = ledger.BURST_TOKENS
+    UNIT: float = budget.UNIT
+    PER_NAT: float = 2.0**budget.LOSS_BITS
+    RATE_SHIFT: int = budget.RATE_BITS - budget.LOSS_BITS
+    MAX_LOSS: float = float(budget.MAX_LOSS)
+    NO_BOUND: int = budget.NO_BOUND
+    NO_LIMIT: int = budget.NO_LIMIT
+    BURST_TOKENS: int = budget.BURST_TOKENS
     # Rounded down by more than a float can be off.
     CAUTION: float = 1 - 2**-20
 
     # Tokens.
-    STRUCK: int = step.STRUCK
-    MOST_ENDS: int = record.MOST_ENDS
-    MOST_FOLLOWERS: int = strictness.MOST_FOLLOWERS
-    OPENING: int = strictness.OPENING
-    OPENS: int = strictness.OPENS
-    THINKING: int = strictness.THINKING
-    THINKING_START: int = strictness.THINKING_START
-    THINKING_END: int = strictness.THINKING_END
-    IN_THINKING: int = strictness.IN_THINKING
-    IN_ANSWER: int = strictness.IN_ANSWER
-    CLOSES: int = strictness.CLOSES
-    # Kept tokens that are read at a time, those of most models are fewer; listed tokens of each
-    # position; places of an answer.
-    KEPT_CHUNK: int = 256
+    GRAMMAR_REJECTED: int = interface.GRAMMAR_REJECTED
+    MAX_STOP_IDS: int = interface.MAX_STOP_IDS
+    MAX_FOLLOWERS: int = interface.MAX_FOLLOWERS
+    OPENING: int = markers.OPENING
+    OPENS: int = markers.OPENS
+    THINKING: int = markers.THINKING
+    THINKING_START: int = markers.THINKING_START
+    THINKING_END: int = markers.THINKING_END
+    IN_THINKING: int = markers.IN_THINKING
+    IN_ANSWER: int = markers.IN_ANSWER
+    CLOSES: int = markers.CLOSES
+    # Preserved tokens that are read at a time, those of most models are fewer; listed tokens of
+    # each position; places of an answer.
+    PRESERVED_CHUNK: int = 256
     LISTED: int = 32
     ANSWER_BLOCK: int = 1024
 
-    # As `law` has it.
-    START: float = law.START
-    STEPS: int = law.STEPS
-    MOST_CLIP_PRICE: float = law.MOST_CLIP_PRICE
-    LEAST_REST: float = law.LEAST_REST
-    EIGHTH: float = law.EIGHTH
+    # As `served_dist` has it.
+    START: float = served_dist.START
+    STEPS: int = served_dist.STEPS
+    MAX_CLIP_PRICE: float = served_dist.MAX_CLIP_PRICE
+    LEAST_REST: float = served_dist.LEAST_REST
+    EIGHTH: float = served_dist.EIGHTH
 
     # Numbers. exp(x) is 2**(x * LOG2_E): libdevice's 2**x takes one instruction, where `tl.exp`
     # takes five for results that no float32 holds in full.

@@ -6,7 +6,8 @@ of one engine nearly all answers are always the same: what a kernel gets lies wh
 begins, has one dtype, or is declared as not to be asked about. The rest is
 
 - of the numbers, all that Triton asks about, read off the kernel's signature: looked at here;
-- of the tensors and of functions, the few things that can differ between two steps: a `variant`
+- of the tensors and of functions, the few things that can differ between two steps: a
+`launch_cache_for`
   names them.
 
 What is switched on in Triton later, such as its instrumentation, does not reach kernels that were
@@ -27,8 +28,8 @@ CHECKS = False
 _Compiled = tuple[Callable[[tuple[Any, ...]], Any], dict[Any, Any]]
 
 
-class Variant:
-    """The kernels that were compiled for the tensors of some steps; made by `variant`."""
+class LaunchCache:
+    """The kernels that were compiled for the tensors of some steps; made by `launch_cache_for`."""
 
     def __init__(self) -> None:
         self._kernels: dict[Callable[..., None], _Compiled] = {}
@@ -53,13 +54,14 @@ class Variant:
         # As `kernel.run` has it. `compiled[grid](*args)` means the same, but takes twice as long.
         driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
         stream = driver.get_current_stream(driver.get_current_device())
-        enter, leave, told = hooks.launch_enter_hook, hooks.launch_exit_hook, None
+        enter, leave, metadata = hooks.launch_enter_hook, hooks.launch_exit_hook, None
         if enter.calls or leave.calls:
-            told = compiled.launch_metadata(grid, stream, *args)
+            metadata = compiled.launch_metadata(grid, stream, *args)
         else:
             enter = leave = None
         compiled.run(
-            *(*grid, stream, compiled.function, compiled.packed_metadata, told, enter, leave), *args
+            *(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave),
+            *args,
         )
 
     def _launch_first(
@@ -76,18 +78,18 @@ class Variant:
 
 def _numbers_of(kernel: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
     """Gives, of the arguments of a launch, its constants and the integers that Triton looks at."""
-    places = [
+    arg_indices = [
         param.num
         for param, value in zip(kernel.params, args, strict=True)
         if (param.is_constexpr or isinstance(value, int) and not param.do_not_specialize)
         # It takes as long to hash as all else.
         and not isinstance(value, triton.JITFunction)
     ]
-    return itemgetter(*places) if places else lambda args: None
+    return itemgetter(*arg_indices) if arg_indices else lambda args: None
 
 
 @functools.cache
-def variant(*of: Hashable) -> Variant:
+def launch_cache_for(*of: Hashable) -> LaunchCache:
     """The one of steps whose tensors have this in common.
 
     Args:
@@ -95,4 +97,4 @@ def variant(*of: Hashable) -> Variant:
             can differ between two steps: dtypes, whether they begin at 16 bytes, and whether they
             are there.
     """
-    return Variant()
+    return LaunchCache()

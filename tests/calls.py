@@ -6,16 +6,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.kernels import naive
+from vllm_mars.kernels import reference
 from vllm_mars.kernels.accept import naive as accept
-from vllm_mars.kernels.account.naive import Account, CounterLayout
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.ledger.naive import loss_rate
-from vllm_mars.kernels.record import Records, held
+from vllm_mars.kernels.budget import loss_rate
+from vllm_mars.kernels.counters.table import CounterLayout
+from vllm_mars.kernels.interface import (
+    GRAMMAR_REJECTED,
+    MAX_FOLLOWERS,
+    Constraints,
+    CpuConstraints,
+    EngineParams,
+    Protected,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    StepCounters,
+    Verdict,
+    VerifyInputs,
+    encode_value,
+)
 from vllm_mars.kernels.rules import PRICE, RULES, THETA
-from vllm_mars.kernels.step import STRUCK, Draws, Sampling, Step, Terms
-from vllm_mars.kernels.strictness.naive import MOST_FOLLOWERS, Guard, Guarded
-from vllm_mars.kernels.verdicts import Verdict
 
 CPU = torch.device("cpu")
 LONGEST = 6
@@ -68,7 +78,7 @@ class Call:
         best = self.logits[self.rows].float().sort(descending=True, stable=True).indices[:, :3]
         ids = best.gather(1, torch.from_numpy(rng.integers(0, best.shape[1], (size, 1))))[:, 0]
         # Where drafts are drawn some have been struck out.
-        absent = torch.from_numpy(rng.choice([-1, STRUCK] if sampled else [-1], size))
+        absent = torch.from_numpy(rng.choice([-1, GRAMMAR_REJECTED] if sampled else [-1], size))
         ids = torch.where(torch.from_numpy(rng.random(size) < 0.1), absent, ids)
         if not sampled:
             ids[torch.from_numpy(rng.random(size) < 0.05)] = vocab + 7
@@ -80,45 +90,45 @@ class Call:
         self.records = Records.new(slots, CPU)
         # Golden tokens are those of steps that draw a value of each rule.
         thetas, prices = rng.choice(THETAS, slots), rng.choice([0, 20_000, 50_000, 1 << 17], slots)
-        self.records.value.copy_(torch.tensor([held(THETA, it) for it in thetas]))
+        self.records.value.copy_(torch.tensor([encode_value(THETA, it) for it in thetas]))
         if name == PRICE.name:
             self.records.value.copy_(torch.from_numpy(prices))
         for column, values in (
             (self.records.rate, rates),
             (self.records.lost, [0, 1_000, 1 << 17]),
-            (self.records.most_tokens, [20, 45, 48, 99]),
+            (self.records.max_tokens, [20, 45, 48, 99]),
         ):
             column.copy_(torch.from_numpy(rng.choice(values, slots)))
         ends = np.sort(rng.choice([-1, -1, *range(vocab)], (slots, 2)))[:, ::-1].copy()
         # Each once, and behind those that there are -1.
         ends[ends[:, 1] == ends[:, 0], 1] = -1
-        self.records.ends[:, :2] = torch.from_numpy(ends)
+        self.records.stop_ids[:, :2] = torch.from_numpy(ends)
         self.produced = torch.from_numpy(rng.integers(0, 50, self.batch)).int()
         self.last = torch.from_numpy(rng.integers(0, vocab, self.batch)).int()
         protected = None
         if rng.random() < 0.6:
             protected = Protected.of(torch.from_numpy(rng.random(vocab) < 0.1), CPU)
-        self.terms = Terms(RULES[name], protected)
+        self.engine_params = EngineParams(RULES[name], protected)
         self.has_table = rng.random() < 0.6
         self.temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], self.batch)).float()
-        self.guard = self._guard(name, vocab) if rng.random() < 0.5 else None
+        self.constraints = self._constraints(name, vocab) if rng.random() < 0.5 else None
 
-    def _guard(self, name: str, vocab: int) -> Guarded:
+    def _constraints(self, name: str, vocab: int) -> CpuConstraints:
         """What text could ask of each row; by theta nothing is listed."""
-        found = Guarded.of([(0, False, ())] * len(self.logits))
+        found = CpuConstraints.of([(0, False, ())] * len(self.logits))
         for row, token in zip(self.rows.tolist(), self.ids.tolist(), strict=True):
             found.blocked[row] = int(self.rng.choice(REASONS))
             if name == PRICE.name and self.rng.random() < 0.6:
-                count = self.rng.integers(0, min(vocab, MOST_FOLLOWERS) + 1)
+                count = self.rng.integers(0, min(vocab, MAX_FOLLOWERS) + 1)
                 own = self.rng.permutation(vocab)[:count].tolist()
                 found.followers[row], found.repeats[row] = own, token in own
         return found
 
-    def account(self) -> Account:
+    def step_counters(self) -> StepCounters:
         table = torch.full((self.batch, 2, LONGEST + 1), -7.0) if self.has_table else None
-        return Account(torch.zeros(CounterLayout(LONGEST).size, dtype=torch.int64), table)
+        return StepCounters(torch.zeros(CounterLayout(LONGEST).size, dtype=torch.int64), table)
 
-    def step(self) -> tuple[Step, Guard | None]:
+    def step(self) -> tuple[VerifyInputs, Constraints | None]:
         """The step, whose records are its own, and what the text asks of its rows."""
         inputs = torch.empty(len(self.logits), dtype=torch.int32)
         inputs[self.is_bonus.roll(1)] = self.last
@@ -127,27 +137,27 @@ class Call:
         total = torch.zeros_like(self.records.lost, dtype=torch.int32) + 3
         total[self.slots.long()] += self.produced
         own = Records(self.records.table.clone()), self.slots, total, torch.full_like(total, 3)
-        guard = None if self.guard is None else tensors_of(self.guard)
-        return Step(self.logits, inputs, ends, *own, LONGEST), guard
+        constraints = None if self.constraints is None else tensors_of(self.constraints)
+        return VerifyInputs(self.logits, inputs, ends, *own, LONGEST), constraints
 
 
-def tensors_of(guard: Guarded) -> Guard:
+def tensors_of(constraints: CpuConstraints) -> Constraints:
     """As the kernels take it; what is not read is no token."""
-    followers = torch.full((len(guard.blocked), MOST_FOLLOWERS), 1 << 30, dtype=torch.int32)
-    for row, own in zip(followers, guard.followers, strict=True):
+    followers = torch.full((len(constraints.blocked), MAX_FOLLOWERS), 1 << 30, dtype=torch.int32)
+    for row, own in zip(followers, constraints.followers, strict=True):
         row[: len(own)] = torch.tensor([*own])
-    counts = torch.tensor([len(own) for own in guard.followers]).int()
-    return Guard(
-        torch.tensor(guard.blocked).to(torch.int8),
-        torch.tensor(guard.repeats).to(torch.int8),
+    counts = torch.tensor([len(own) for own in constraints.followers]).int()
+    return Constraints(
+        torch.tensor(constraints.blocked).to(torch.int8),
+        torch.tensor(constraints.repeats).to(torch.int8),
         counts,
         followers,
     )
 
 
-def listed(guard: Guard, num_rows: int) -> list[tuple]:
+def listed(constraints: Constraints, num_rows: int) -> list[tuple]:
     """The entries that a kernel has found of each row; it lists each token once, in order."""
-    blocked, repeats, counts, followers = (column[:num_rows].tolist() for column in guard)
+    blocked, repeats, counts, followers = (column[:num_rows].tolist() for column in constraints)
     own = [row[:count] for row, count in zip(followers, counts, strict=True)]
     assert own == [sorted({*row}) for row in own]
     return [*zip(blocked, map(bool, repeats), map(set, own), strict=True)]
@@ -160,22 +170,24 @@ def to(device: torch.device | str, values: Any) -> Any:
     return values.to(device) if isinstance(values, torch.Tensor) else values
 
 
-def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
+def sampling_inputs_of(call: Call, draft_temperature: float = 0.0) -> SamplingInputs:
     """Of the call; with a share of the temperature drafts are drawn at that."""
     slots = len(call.records.lost)
     temperature = torch.ones(slots)
     temperature[call.slots.long()] = call.temperature
     counts = torch.tensor(call.lengths) + 1
-    sampling = Sampling(temperature, torch.from_numpy(call.rng.integers(0, 2**62, slots)))
-    if drawn_at:
+    sampling = SamplingTensors(temperature, torch.from_numpy(call.rng.integers(0, 2**62, slots)))
+    if draft_temperature:
         shape = slots, LONGEST, call.logits.shape[1]
         draft_logits = torch.from_numpy(call.rng.normal(0, 2, shape)).float()
         # What a draft cannot propose, such as all but the vocabulary of a head.
         is_outside = torch.from_numpy(call.rng.random(shape) < call.rng.choice([0.0, 0.3, 0.9]))
         is_outside[..., 0] = False
         draft_logits.masked_fill_(is_outside, -math.inf)
-        sampling = sampling._replace(draft_logits=draft_logits, drawn_at=temperature * drawn_at)
-    return Draws(
+        sampling = sampling._replace(
+            draft_logits=draft_logits, draft_temperature=temperature * draft_temperature
+        )
+    return SamplingInputs(
         sampling,
         torch.arange(len(call.logits)) + 5,
         call.slots.repeat_interleave(counts),
@@ -184,17 +196,20 @@ def draws_of(call: Call, drawn_at: float = 0.0) -> Draws:
     )
 
 
-def sampled_step(call: Call, is_drawn: bool) -> tuple:
+def sampled_step(call: Call, is_probabilistic: bool) -> tuple:
     """The probabilities of the drafts for a CPU, the step, its guard, and the draws."""
-    draws, q = draws_of(call, 0.8 * is_drawn), None
-    if is_drawn:
-        of = draws.sampling
-        slots, places = draws.row_slots[call.rows].long(), draws.row_places[call.rows].long()
-        q = (of.draft_logits[slots, places] / of.drawn_at[slots, None]).softmax(-1)
-    return q, *call.step(), draws
+    sampling_inputs, q = sampling_inputs_of(call, 0.8 * is_probabilistic), None
+    if is_probabilistic:
+        of = sampling_inputs.sampling
+        slots, places = (
+            sampling_inputs.expanded_idx_mapping[call.rows].long(),
+            sampling_inputs.expanded_local_pos[call.rows].long(),
+        )
+        q = (of.draft_logits[slots, places] / of.draft_temperature[slots, None]).softmax(-1)
+    return q, *call.step(), sampling_inputs
 
 
-class Replay(accept.Chance):
+class Replay(accept.CpuSamplingInputs):
     """Decides as it was decided before."""
 
     def __init__(self, call: Call, tokens: torch.Tensor, q: torch.Tensor | None) -> None:
@@ -203,37 +218,41 @@ class Replay(accept.Chance):
         accepted = (tokens >= 0).sum(1) - 1
         offsets = (torch.arange(length) for length in call.lengths)
         self.accepted = torch.cat([own < n for own, n in zip(offsets, accepted, strict=True)])
-        self.behind = tokens.gather(1, accepted[:, None].long())[:, 0].tolist()
+        self.next_ids = tokens.gather(1, accepted[:, None].long())[:, 0].tolist()
 
-    def accepts(self, position: int, _: float) -> bool:
-        return bool(self.accepted[position])
+    def accepts(self, draft_idx: int, _: float) -> bool:
+        return bool(self.accepted[draft_idx])
 
-    def draws(self, place: int, _: torch.Tensor) -> int:
-        return self.behind[place]
+    def sample_token(self, req_idx: int, _: torch.Tensor) -> int:
+        return self.next_ids[req_idx]
 
 
-def on_cpu(call: Call, account: Account, chance: accept.Chance | None = None) -> tuple:
+def on_cpu(
+    call: Call, step_counters: StepCounters, sampling_inputs: accept.CpuSamplingInputs | None = None
+) -> tuple:
     """What a CPU emits of the call, and the records behind it."""
-    bonus = None if chance is None else torch.zeros(call.batch)
+    bonus = None if sampling_inputs is None else torch.zeros(call.batch)
     step, _ = call.step()
-    return naive.verify(step, call.terms, call.guard, account, chance, bonus), step.records
+    return reference.verify(
+        step, call.engine_params, call.constraints, step_counters, sampling_inputs, bonus
+    ), step.records
 
 
-def written_down(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:
+def recorded(call: Call, q: torch.Tensor | None, tokens: torch.Tensor) -> tuple:
     """What a CPU writes down of a sampled step that emits the tokens, and what was lost."""
-    account = call.account()
-    output, records = on_cpu(call, account, Replay(call, tokens, q))
+    step_counters = call.step_counters()
+    output, records = on_cpu(call, step_counters, Replay(call, tokens, q))
     assert torch.equal(output.output_token_ids >= 0, tokens >= 0)
-    return account, records.lost
+    return step_counters, records.lost
 
 
-def same(found: Account, expected: Account, atol: float = 0.0) -> None:
+def same(found: StepCounters, expected: StepCounters, atol: float = 0.0) -> None:
     assert found.counts.tolist() == expected.counts.tolist()
     if expected.table is not None:
         torch.testing.assert_close(found.table, expected.table, rtol=0, atol=atol, equal_nan=True)
 
 
-def close(found: Account, expected: Account, units: int, atol: float) -> None:
+def close(found: StepCounters, expected: StepCounters, units: int, atol: float) -> None:
     """Equal but for what float32 rounds."""
     counts, wanted = found.counts.clone(), expected.counts.clone()
     for name in ("lost", "gained", "drift_up", "drift_down"):

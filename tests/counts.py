@@ -8,7 +8,7 @@ from pathlib import Path
 import prometheus_client
 import pytest
 
-from vllm_mars.kernels.account.naive import COUNTERS, REASONS, CounterLayout
+from vllm_mars.kernels.counters.table import COUNTERS, REASONS, CounterLayout
 
 LAYOUT = CounterLayout(3)
 RELAXED, VERIFIED, RELAXABLE, REFUSED = (

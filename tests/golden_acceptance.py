@@ -18,7 +18,7 @@ from vllm_mars.models.draft_head import PACKAGED_HEAD
 from vllm_mars.models.drafts import speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.servers.provenance import describe_run
-from vllm_mars.worker.terms import EngineTerms
+from vllm_mars.worker.engine_params import LazyEngineParams
 
 GOLDEN = Path(__file__).with_suffix(".json")
 K = 4
@@ -37,9 +37,9 @@ RULES = {
 def take_rule(worker, options):
     """Runs in the worker: gives its sampler a rule, which a server is started with."""
     sampler = worker.model_runner.rejection_sampler
-    terms = sampler.terms
-    config = replace(terms.config, **{**NO_RULE, **options})
-    sampler.terms = EngineTerms(config, terms.protected_token_ids)
+    engine_params = sampler.engine_params
+    config = replace(engine_params.config, **{**NO_RULE, **options})
+    sampler.engine_params = LazyEngineParams(config, engine_params.protected_token_ids)
     sampler.requests._config = config
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.kernels.interface import Verdict
 
 
 @dataclass
@@ -99,7 +99,7 @@ def judge(
     """
     verdicts = []
     lost = nats.lost if nats else Fraction(0)
-    protected, gainful = protected | ends, num_gainful(drafts, ends, room)
+    protected, gainful = protected | ends, num_extendable(drafts, ends, room)
     for position, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
         verdict, reason = Verdict.NONE, blocked[position] if blocked is not None else 0
         if not reason and (draft in protected or argmax(row) in protected):
@@ -143,7 +143,7 @@ def repeats(before: Sequence[int], token: int, most: int = 4) -> int:
     return found
 
 
-def num_gainful(drafts: Sequence[int], ends: frozenset[int], room: int | None) -> int:
+def num_extendable(drafts: Sequence[int], ends: frozenset[int], room: int | None) -> int:
     """Positions behind which a token of the answer can come: `room` of them, and before an end."""
     before_end = [draft in ends for draft in [*drafts, *ends]].index(True) if ends else len(drafts)
     return min(before_end, len(drafts), len(drafts) if room is None else room)
@@ -182,7 +182,7 @@ def verify(
     What is relaxed behind the answer's last token does not count.
     """
     verdicts = judge(rows, drafts, **rule)
-    gainful = num_gainful(drafts, rule.get("ends", frozenset()), rule.get("room"))
+    gainful = num_extendable(drafts, rule.get("ends", frozenset()), rule.get("room"))
     tokens: list[int] = []
     relaxed, lost = 0, Fraction(0)
     for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):

@@ -80,7 +80,12 @@ def test_no_part_imports_a_higher_one():
 
 
 # What is handed to vLLM, is made of its classes or calls its kernels.
-NEEDS_VLLM = ("vllm_mars.worker.", "vllm_mars.report.", "vllm_mars.ray_serve", "kernels.draw.fused")
+NEEDS_VLLM = (
+    "vllm_mars.worker.",
+    "vllm_mars.report.",
+    "vllm_mars.ray_serve",
+    "kernels.accept.resample",
+)
 IMPORT_ALL = """
 import importlib, sys
 sys.modules["vllm"] = None

@@ -12,18 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_mars.kernels.blocks.naive import num_staying, reach
-from vllm_mars.kernels.law.naive import Position, clip_row, drawn_prices, log_ratio
-from vllm_mars.kernels.ledger.naive import LOSS_BITS, Allowance, nearest_units, units_of
-from vllm_mars.kernels.record import Column
-from vllm_mars.kernels.rows.naive import Rows, num_gainful, read_probabilities
+from vllm_mars.kernels.block_verify.naive import num_accepted, update_joint_ratio
+from vllm_mars.kernels.budget import LOSS_BITS, LossBudget, ceil_units, round_units
+from vllm_mars.kernels.interface import Column, CpuConstraints, EngineParams, Verdict, VerifyInputs
+from vllm_mars.kernels.row_stats.naive import Rows, num_extendable, read_probabilities
 from vllm_mars.kernels.rules import Rule
-from vllm_mars.kernels.step import Step, Terms
-from vllm_mars.kernels.strictness.naive import Guarded
-from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.kernels.served_dist.naive import RowDecision, clip_prices, clip_row, log_ratio
 
 
-class Chance:
+class CpuSamplingInputs:
     """How the requests of a step sample, and the random numbers that decide.
 
     Args:
@@ -51,16 +48,16 @@ class Chance:
         self._generators = generators or {}
         self._noise = noise or {}
 
-    def accepts(self, position: int, probability: float) -> bool:
+    def accepts(self, draft_idx: int, probability: float) -> bool:
         """Whether the draft token at a position stays that does so with this probability."""
-        return bool(probability > 0 and probability >= self._uniform[position])
+        return bool(probability > 0 and probability >= self._uniform[draft_idx])
 
-    def draws(self, place: int, weights: torch.Tensor) -> int:
+    def sample_token(self, req_idx: int, weights: torch.Tensor) -> int:
         """The token that comes instead, by its weight; float32 `[vocab]`, not all 0."""
-        if place in self._noise:
-            return int((weights * self._noise[place]).argmax())
+        if req_idx in self._noise:
+            return int((weights * self._noise[req_idx]).argmax())
         sums = weights.cumsum(0, dtype=torch.float64)
-        u = torch.rand((), dtype=torch.float64, generator=self._generators.get(place))
+        u = torch.rand((), dtype=torch.float64, generator=self._generators.get(req_idx))
         # Below the whole sum, so that a token comes which adds to it. Not so of a NaN.
         return min(int(torch.searchsorted(sums, u * sums[-1], right=True)), len(sums) - 1)
 
@@ -71,7 +68,7 @@ class Emitted(NamedTuple):
     Attributes:
         accepted: draft tokens.
         token: what comes in the place of the first rejected one, or None where all are accepted.
-        positions: what was decided at the positions that were looked at.
+        decisions: what was decided at the positions that were looked at.
         log_ratios: of a request that samples, log m - log p of each token.
         gained: of a drawn draft what the rule adds to the chance that each of its tokens stays, of
             those that were not reached, too; in units of 2**-LOSS_BITS.
@@ -79,56 +76,58 @@ class Emitted(NamedTuple):
 
     accepted: int
     token: int | None
-    positions: Sequence[Position]
+    decisions: Sequence[RowDecision]
     log_ratios: Sequence[float] = ()
     gained: Sequence[int] = ()
 
 
-def allowances(step: Step) -> Iterator[Allowance]:
+def loss_budgets(step: VerifyInputs) -> Iterator[LossBudget]:
     """What each request of a step may pay and lose."""
     slots = step.slots.long()
-    columns = [Column.VALUE, Column.RATE, Column.LOST, Column.MOST_TOKENS]
-    own = step.records.table[slots][:, columns].tolist()
+    columns = [Column.VALUE, Column.RATE, Column.LOST, Column.MAX_TOKENS]
+    records = step.records.table[slots][:, columns].tolist()
     produced = (step.total_len[slots] - step.prompt_len[slots]).tolist()
     inputs = step.input_ids.tolist()
-    last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if own else []
-    ends = step.records.ends[slots].tolist()
-    for place, (value, rate, lost, most_tokens) in enumerate(own):
-        found = Allowance.of(value, rate, lost, produced[place], most_tokens)
-        is_end = produced[place] > 0 and last[place] >= 0 and last[place] in ends[place]
-        yield found._replace(has_ended=found.has_ended or is_end)
+    last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if records else []
+    stop_ids = step.records.stop_ids[slots].tolist()
+    for req_idx, (value, rate, lost, most_tokens) in enumerate(records):
+        budget = LossBudget.of(value, rate, lost, produced[req_idx], most_tokens)
+        is_end = produced[req_idx] > 0 and last[req_idx] >= 0 and last[req_idx] in stop_ids[req_idx]
+        yield budget._replace(has_ended=budget.has_ended or is_end)
 
 
 def accept(
     rows: Rows,
-    allowed: Allowance,
-    step: Step,
-    terms: Terms,
-    place: int,
-    chance: Chance | None,
-    guard: Guarded | None,
+    budget: LossBudget,
+    step: VerifyInputs,
+    engine_params: EngineParams,
+    req_idx: int,
+    sampling_inputs: CpuSamplingInputs | None,
+    constraints: CpuConstraints | None,
 ) -> Emitted:
     """What a step emits for the request at a place of the batch."""
-    ends = step.cu_num_logits
-    begin, end = int(ends[place - 1]) if place else 0, int(ends[place]) - 1
-    if chance is None or not chance.temperature[place]:
-        return _greedy(rows, begin, end, allowed, terms.rule)
-    followers = () if guard is None else guard.followers[begin:end]
-    own = SampledDraft(step, terms, chance, place, begin, end, followers)
-    if chance.draft_probs is None:
-        return _fixed(rows, allowed, terms.rule, own)
-    return _drawn(rows, allowed, own)
+    cu_num_logits = step.cu_num_logits
+    begin, end = int(cu_num_logits[req_idx - 1]) if req_idx else 0, int(cu_num_logits[req_idx]) - 1
+    if sampling_inputs is None or not sampling_inputs.temperature[req_idx]:
+        return _greedy(rows, begin, end, budget, engine_params.rule)
+    followers = () if constraints is None else constraints.followers[begin:end]
+    sampled_draft = SampledDraft(
+        step, engine_params, sampling_inputs, req_idx, begin, end, followers
+    )
+    if sampling_inputs.draft_probs is None:
+        return _fixed(rows, budget, engine_params.rule, sampled_draft)
+    return _probabilistic(rows, budget, sampled_draft)
 
 
-def _greedy(rows: Rows, begin: int, end: int, allowed: Allowance, rule: Rule) -> Emitted:
-    verdicts = rule.plain.greedy(rows, begin, end, allowed)
-    positions = []
+def _greedy(rows: Rows, begin: int, end: int, budget: LossBudget, rule: Rule) -> Emitted:
+    verdicts = rule.plain.greedy(rows, begin, end, budget)
+    decisions = []
     for offset, verdict in enumerate(verdicts):
         loss = rows.loss[begin + offset]
-        positions.append(Position(verdict, loss=loss, gained=1 << LOSS_BITS, drift=loss))
+        decisions.append(RowDecision(verdict, loss=loss, gained=1 << LOSS_BITS, drift=loss))
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
-            return Emitted(offset, rows.argmax[begin + offset], positions)
-    return Emitted(len(verdicts), None, positions)
+            return Emitted(offset, rows.argmax[begin + offset], decisions)
+    return Emitted(len(verdicts), None, decisions)
 
 
 # By width, and kept: to get new memory for rows takes as long as to read them.
@@ -150,51 +149,55 @@ class SampledDraft:
 
     Args:
         step: with float32 logits.
-        terms: of the engine.
-        chance: what decides.
-        place: of the request in the batch.
+        engine_params: of the engine.
+        sampling_inputs: what decides.
+        req_idx: of the request in the batch.
         begin, end: its first row, and its bonus row.
-        followers: of each row, what `Guarded` lists; nothing for none.
+        followers: of each row, what `CpuConstraints` lists; nothing for none.
 
     Attributes:
         z: float32 `[n, vocab]`, the rows, once they are read divided by the temperature.
         p: likewise, their softmax.
         q: likewise, what a draft was drawn from, or None.
-        kept: of each row int64 `[m]`, the tokens that keep their probability, each once.
+        preserved: of each row int64 `[m]`, the tokens that keep their probability, each once.
         buffers: float32 `[3 + n, vocab]`, to be written.
-        most_drafts: K, the longest draft of a request.
+        max_draft_len: K, the longest draft of a request.
     """
 
     def __init__(
         self,
-        step: Step,
-        terms: Terms,
-        chance: Chance,
-        place: int,
+        step: VerifyInputs,
+        engine_params: EngineParams,
+        sampling_inputs: CpuSamplingInputs,
+        req_idx: int,
         begin: int,
         end: int,
         followers: Sequence[Collection[int]] = (),
     ) -> None:
         self.begin, self.end = begin, end
-        self.most_drafts = step.num_speculative_tokens
+        self.max_draft_len = step.num_speculative_tokens
         length, vocab = end - begin, step.logits.shape[1]
-        self._temperature = float(chance.temperature[place])
-        self._place, self._chance = place, chance
+        self._temperature = float(sampling_inputs.temperature[req_idx])
+        self._req_idx, self._sampling_inputs = req_idx, sampling_inputs
         # The draft tokens of a step have no bonus rows between them.
-        self._first = begin - place
+        self._first = begin - req_idx
         self._logits = step.logits[begin:end]
         self.q = None
-        if chance.draft_probs is not None:
-            self.q = chance.draft_probs[self._first : self._first + length]
+        if sampling_inputs.draft_probs is not None:
+            self.q = sampling_inputs.draft_probs[self._first : self._first + length]
         buffers = _buffers(3 + 3 * length, vocab)
         self.buffers, self.p, z = buffers.tensor_split([3 + length, 3 + 2 * length])
         self.z = self._logits if self._temperature == 1 else z
-        ends = step.records.ends[int(step.slots[place])].tolist()
-        own = {*ends} if terms.protected is None else {*ends, *terms.protected.ids.tolist()}
-        kept = (own.union(more) for more in followers or [()] * length)
-        self.kept = [
+        ends = step.records.stop_ids[int(step.slots[req_idx])].tolist()
+        own = (
+            {*ends}
+            if engine_params.protected is None
+            else {*ends, *engine_params.protected.ids.tolist()}
+        )
+        preserved = (own.union(more) for more in followers or [()] * length)
+        self.preserved = [
             torch.tensor(sorted(it for it in of_row if 0 <= it < vocab), dtype=torch.int64)
-            for of_row in kept
+            for of_row in preserved
         ]
 
     def read(self, rows: slice) -> None:
@@ -205,110 +208,113 @@ class SampledDraft:
 
     def accepts(self, offset: int, probability: float) -> bool:
         """Whether a draft token stays that does so with this probability."""
-        return self._chance.accepts(self._first + offset, probability)
+        return self._sampling_inputs.accepts(self._first + offset, probability)
 
-    def draws(self, weights: torch.Tensor) -> int:
+    def sample_token(self, weights: torch.Tensor) -> int:
         """The token that comes instead, by its weight."""
-        return self._chance.draws(self._place, weights)
+        return self._sampling_inputs.sample_token(self._req_idx, weights)
 
 
-def _fixed(rows: Rows, allowed: Allowance, rule: Rule, own: SampledDraft) -> Emitted:
-    begin, end, p = own.begin, own.end, own.p
-    is_strict = not allowed.value
-    positions = [Position(Verdict.NONE)] * (end - begin)
+def _fixed(rows: Rows, budget: LossBudget, rule: Rule, sampled_draft: SampledDraft) -> Emitted:
+    begin, end, p = sampled_draft.begin, sampled_draft.end, sampled_draft.p
+    is_strict = not budget.value
+    decisions = [RowDecision(Verdict.NONE)] * (end - begin)
     if not is_strict:
-        own.read(slice(None))
-        rows = read_probabilities(rows, begin, own.z, p, own.kept)
-        positions = rule.plain.sampled(rows, begin, end, allowed)
+        sampled_draft.read(slice(None))
+        rows = read_probabilities(rows, begin, sampled_draft.z, p, sampled_draft.preserved)
+        decisions = rule.plain.sampled(rows, begin, end, budget)
     log_ratios: list[float] = []
-    for offset, position in enumerate(positions):
+    for offset, decision in enumerate(decisions):
         i = begin + offset
-        draft, ratio = rows.draft[i], log_ratio(position, is_draft=True)
+        draft, ratio = rows.draft[i], log_ratio(decision, is_draft=True)
         if is_strict:
-            own.read(slice(offset, offset + 1))
+            sampled_draft.read(slice(offset, offset + 1))
         # What is strict compares vLLM's own number.
         accepted = float(p[offset, draft]) if draft >= 0 else 0.0
-        if position.bias:
+        if decision.bias:
             accepted = math.exp(min(rows.log_p[i] + ratio, 0.0))
-        if own.accepts(offset, accepted):
+        if sampled_draft.accepts(offset, accepted):
             log_ratios.append(ratio)
             continue
         weights = p[offset]
         if draft >= 0:
             weights[draft] = 0.0
-        if position.bias:
+        if decision.bias:
             # Not kept tokens times Z, which may be too large for a number.
-            of_kept = weights[own.kept[offset]]
-            weights *= math.exp(log_ratio(position, is_draft=False))
-            weights[own.kept[offset]] = of_kept
+            of_preserved = weights[sampled_draft.preserved[offset]]
+            weights *= math.exp(log_ratio(decision, is_draft=False))
+            weights[sampled_draft.preserved[offset]] = of_preserved
         # Only rounding leaves nothing to draw from.
-        token = own.draws(weights) if weights.any() or draft < 0 else draft
-        is_kept = token in own.kept[offset]
-        log_ratios.append(log_ratio(position, token == draft, is_kept))
-        return Emitted(offset, token, positions[: offset + 1], log_ratios)
-    return Emitted(end - begin, None, positions, [*log_ratios, 0.0])
+        token = sampled_draft.sample_token(weights) if weights.any() or draft < 0 else draft
+        is_preserved = token in sampled_draft.preserved[offset]
+        log_ratios.append(log_ratio(decision, token == draft, is_preserved))
+        return Emitted(offset, token, decisions[: offset + 1], log_ratios)
+    return Emitted(end - begin, None, decisions, [*log_ratios, 0.0])
 
 
-def _drawn(rows: Rows, allowed: Allowance, own: SampledDraft) -> Emitted:
-    begin, end, q = own.begin, own.end, own.q
+def _probabilistic(rows: Rows, budget: LossBudget, sampled_draft: SampledDraft) -> Emitted:
+    begin, end, q = sampled_draft.begin, sampled_draft.end, sampled_draft.q
     assert q is not None
-    prices = drawn_prices(rows, begin, end, allowed, own.most_drafts)
-    gainful = num_gainful(rows, begin, end, allowed)
+    prices = clip_prices(rows, begin, end, budget, sampled_draft.max_draft_len)
+    gainful = num_extendable(rows, begin, end, budget)
     drafts = rows.draft[begin:end]
     # A token that was never drawn ends the draft.
     length = next((i for i, draft in enumerate(drafts) if draft == -1), end - begin)
     # Nothing is looked at behind it, but that a token is drawn there.
-    own.read(slice(length + 1))
-    z, p, buffers = own.z, own.p, own.buffers
-    served, reaches, gained = [], [], []
-    own_reach = strict = 1.0
+    sampled_draft.read(slice(length + 1))
+    z, p, buffers = sampled_draft.z, sampled_draft.p, sampled_draft.buffers
+    served, joint_ratios, gained = [], [], []
+    joint_ratio = strict = 1.0
     for i in range(length):
         out = buffers[3 + i]
-        of_row = clip_row(z[i], p[i], q[i], prices[i], own.kept[i], out, buffers[:3])
+        of_row = clip_row(z[i], p[i], q[i], prices[i], sampled_draft.preserved[i], out, buffers[:3])
         at_draft = (p[i], of_row.m, q[i])
         of_p, of_m, of_q = (float(it[drafts[i]]) if drafts[i] >= 0 else 0.0 for it in at_draft)
-        own_reach, strict = reach(own_reach, of_m, of_q), reach(strict, of_p, of_q)
+        joint_ratio, strict = (
+            update_joint_ratio(joint_ratio, of_m, of_q),
+            update_joint_ratio(strict, of_p, of_q),
+        )
         served.append(of_row)
-        reaches.append(own_reach)
-        gained.append(nearest_units(own_reach - strict))
+        joint_ratios.append(joint_ratio)
+        gained.append(round_units(joint_ratio - strict))
 
     def residual(i: int) -> torch.Tensor:
         """What is drawn from behind i drafts."""
-        m = torch.mul(served[i].m, reaches[i - 1] if i else 1.0, out=buffers[0])
+        m = torch.mul(served[i].m, joint_ratios[i - 1] if i else 1.0, out=buffers[0])
         return m.sub_(q[i]).clamp_(min=0)
 
-    accepted = num_staying(
-        reaches,
+    accepted = num_accepted(
+        joint_ratios,
         lambda i: float(residual(i).sum()),
-        lambda i, chance: own.accepts(i - 1, chance),
+        lambda i, probability: sampled_draft.accepts(i - 1, probability),
     )
     token: int | None = None
     if accepted < length:
         weights = residual(accepted)
         # Only rounding leaves nothing to draw from.
         if weights.any():
-            token = own.draws(weights)
+            token = sampled_draft.sample_token(weights)
         else:
             token = drafts[accepted] if drafts[accepted] >= 0 else int(z[accepted].argmax())
     elif length < end - begin:
-        token = own.draws(p[length])
-    positions: list[Position] = []
+        token = sampled_draft.sample_token(p[length])
+    decisions: list[RowDecision] = []
     log_ratios: list[float] = []
     for i in range(min(accepted + 1, end - begin)):
         verdict = Verdict.NONE
-        if drafts[i] >= 0 and allowed.value > 0 and i < gainful:
-            verdict = rows.forbids(begin + i, looks_at_first=False)
+        if drafts[i] >= 0 and budget.value > 0 and i < gainful:
+            verdict = rows.forbids(begin + i, checks_argmax=False)
         if i == length:
-            positions.append(Position(verdict))
+            decisions.append(RowDecision(verdict))
             break
-        loss = units_of(served[i].loss)
-        drift = nearest_units(served[i].drift)
-        positions.append(Position(verdict, loss=loss, drift=drift))
+        loss = ceil_units(served[i].loss)
+        drift = round_units(served[i].drift)
+        decisions.append(RowDecision(verdict, loss=loss, drift=drift))
         emitted = drafts[i] if i < accepted else token
         ratio = float(served[i].m[emitted] / p[i, emitted])
         # Of a row that holds a NaN any token may come.
-        is_told = 0 < ratio < math.inf and emitted not in own.kept[i]
-        log_ratios.append(math.log(ratio) if is_told else 0.0)
+        is_known = 0 < ratio < math.inf and emitted not in sampled_draft.preserved[i]
+        log_ratios.append(math.log(ratio) if is_known else 0.0)
     if accepted == length:
         log_ratios.append(0.0)
-    return Emitted(accepted, token, positions, log_ratios, gained)
+    return Emitted(accepted, token, decisions, log_ratios, gained)

@@ -29,8 +29,8 @@ def count_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     # A slot of -1 fills the batch up.
     drafted = tl.where(slot >= 0, tl.load(step_ptr), 0)
-    for place in range(0, drafted):
-        token = tl.load(tokens_ptr + row * tokens_stride + place)
+    for local_pos in range(0, drafted):
+        token = tl.load(tokens_ptr + row * tokens_stride + local_pos)
         count_ptr = counts_ptr + slot * counts_stride + token
         tl.atomic_add(count_ptr, BY, mask=(token >= 0) & (token < vocab), sem="relaxed")
 

@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:
-    from vllm_mars.kernels.law.naive import Position
-    from vllm_mars.kernels.ledger.naive import Allowance
-    from vllm_mars.kernels.rows.naive import Rows
-    from vllm_mars.kernels.verdicts import Verdict
+    from vllm_mars.kernels.budget import LossBudget
+    from vllm_mars.kernels.interface import Verdict
+    from vllm_mars.kernels.row_stats.naive import Rows
+    from vllm_mars.kernels.served_dist.naive import RowDecision
 
 
 class Needs(NamedTuple):
@@ -40,12 +40,12 @@ class Plain(Protocol):
     """
 
     def greedy(
-        self, rows: "Rows", begin: int, end: int, allowed: "Allowance"
+        self, rows: "Rows", begin: int, end: int, budget: "LossBudget"
     ) -> "list[Verdict]": ...
 
     def sampled(
-        self, rows: "Rows", begin: int, end: int, allowed: "Allowance"
-    ) -> "list[Position]": ...
+        self, rows: "Rows", begin: int, end: int, budget: "LossBudget"
+    ) -> "list[RowDecision]": ...
 
 
 class Rule(NamedTuple):

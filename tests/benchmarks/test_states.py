@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import states
 from calls import LONGEST, Call, on_cpu, sampled_step
-from vllm_mars.kernels import naive
+from vllm_mars.kernels import reference
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.options.config import DRAWN_PRICE, FIXED_PRICE
 
@@ -36,7 +36,7 @@ def a_call(number, price, sampled=False):
     call = Call(number, "price", sampled)
     call.records.value.fill_(round(price * 2**16))
     call.records.rate.fill_(states.NO_BOUND)
-    call.records.most_tokens.fill_(99)
+    call.records.max_tokens.fill_(99)
     return call
 
 
@@ -45,29 +45,38 @@ def test_a_greedy_step(judge, rule):
     for number in range(20):
         judge.sums = {}
         call = a_call(number, RULES[rule])
-        output, _ = on_cpu(call, call.account())
+        output, _ = on_cpu(call, call.step_counters())
         for place, of in judged(judge, rule).items():
-            ends = set(call.records.ends[int(call.slots[place])].tolist())
+            ends = set(call.records.stop_ids[int(call.slots[place])].tolist())
             emitted = [it for it in output.output_token_ids[place].tolist() if it >= 0]
             assert of["steps"] == 1 and of["tokens"] == len(emitted)
             if not ends & set(emitted):
                 assert of["lost"] == float(output.lost[place]) / 2**16
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_that_samples(judge, rule, is_drawn):
+def test_a_step_that_samples(judge, rule, is_probabilistic):
     """By its mean over 400 draws."""
     call = a_call(4, RULES[rule], sampled=True)
     call.temperature = torch.ones(call.batch)
     assert min(call.lengths) < max(call.lengths)
-    q, step, _, _ = sampled_step(call, is_drawn)
+    q, step, _, _ = sampled_step(call, is_probabilistic)
     rng, counts, lost = np.random.default_rng(0), [], []
     for _ in range(400):
-        chance = accept.Chance(call.temperature, rng.random(sum(call.lengths)), q)
+        sampling_inputs = accept.CpuSamplingInputs(
+            call.temperature, rng.random(sum(call.lengths)), q
+        )
         records = step.records._replace(table=step.records.table.clone())
         own = step._replace(records=records)
-        output = naive.verify(own, call.terms, call.guard, None, chance, torch.zeros(call.batch))
+        output = reference.verify(
+            own,
+            call.engine_params,
+            call.constraints,
+            None,
+            sampling_inputs,
+            torch.zeros(call.batch),
+        )
         counts.append(output.num_emitted.tolist())
         lost.append((output.lost / 2**16).tolist())
     for place, of in judged(judge, rule).items():

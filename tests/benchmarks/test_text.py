@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import figures, kinds, text, text_report
 from engines import NGRAM, engine_in_process
-from vllm_mars.kernels.record import Column
+from vllm_mars.kernels.interface import Column
 from vllm_mars.options.config import split_speculative_config
 from vllm_mars.options.requests import options_of
 from vllm_mars.worker.records import record_of

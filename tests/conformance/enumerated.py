@@ -1,12 +1,12 @@
 """All that a sampled step can emit, without sampling: each draw is probed from both sides.
 
 A draft token x that is not drawn is accepted with probability m(x), and what comes in its place is
-drawn from m without x. Of a drawn draft as many tokens stay as `blocks` says, and what comes behind
-i of these is drawn from max(p_i m - q, 0). So with each drafted path, a request for each probe,
-random numbers just below such a probability must accept; those just above must not, and noise that
-makes the keys of all tokens equal, but one greater by EPSILON of m, must yield that one. What m is,
-`served` says from the rule's formulas, in double precision. For drawn drafts it sees only the
-tokens before a position, and is held against all that may follow.
+drawn from m without x. Of a drawn draft as many tokens stay as `block_verify` says, and what comes
+behind i of these is drawn from max(p_i m - q, 0). So with each drafted path, a request for each
+probe, random numbers just below such a probability must accept; those just above must not, and
+noise that makes the keys of all tokens equal, but one greater by EPSILON of m, must yield that one.
+What m is, `served` says from the rule's formulas, in double precision. For drawn drafts it sees
+only the tokens before a position, and is held against all that may follow.
 
 From the probes follows the exact distribution of what is emitted, and what the step must report:
 above all the probability of each sequence of tokens, which must be the product of m.
@@ -28,7 +28,7 @@ from vllm import SamplingParams
 
 import oracle
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.ledger.naive import NO_LIMIT, loss_rate, most_lost, price_units
+from vllm_mars.kernels.budget import NO_LIMIT, loss_rate, max_lost, price_units
 from vllm_mars.options.config import price_of_bound
 
 # How far from their values probabilities are probed, and how exact expectations are.
@@ -60,7 +60,7 @@ class Case:
         cuts: whether drafts are cut short, as by adaptive verification.
     """
 
-    is_drawn: bool
+    is_probabilistic: bool
     price: float | None = 1.0
     theta: float | None = None
     max_loss: float | None = None
@@ -113,12 +113,12 @@ class Case:
             # What followed the last token before.
             pairs = itertools.pairwise(answer)
             kept |= {follower for token, follower in pairs if token == answer[-1]}
-        is_kept = np.isin(range(self.vocab), [*kept])
-        if self.is_drawn:
-            is_kept |= q == 0
+        is_preserved = np.isin(range(self.vocab), [*kept])
+        if self.is_probabilistic:
+            is_preserved |= q == 0
         is_strict = len(before) >= self.useful or len(answer) < self.opening
         p = special.softmax(logits.astype(float))
-        return Row(logits, p, q.astype(float), is_kept, is_strict)
+        return Row(logits, p, q.astype(float), is_preserved, is_strict)
 
     def rows(self, path: Tokens) -> list[Row]:
         """Of a draft, and of its bonus."""
@@ -138,7 +138,7 @@ class Case:
         if self.max_loss is None:
             return NO_LIMIT
         tokens = len(self.answer) + place + 1
-        return max(most_lost(loss_rate(self.max_loss), tokens) - self.lost, 0)
+        return max(max_lost(loss_rate(self.max_loss), tokens) - self.lost, 0)
 
 
 _ALL = {"price": None, "max_loss": 0.1, "answer": (1, 2, 3, 4, 1, 2), "opening": 7}
@@ -182,15 +182,15 @@ PARAMETERS = {
 }
 
 
-def case_of(seed: int, *names: str, is_drawn: bool, **given: Any) -> Case:
+def case_of(seed: int, *names: str, is_probabilistic: bool, **given: Any) -> Case:
     """A case of these features, else at a random price and with a random bound."""
-    if is_drawn and "theta" in names:
+    if is_probabilistic and "theta" in names:
         pytest.skip("refused at start")
     rng = np.random.default_rng(seed)
     options = {"price": int(rng.integers(16, 96)) / 64, "lost": int(rng.integers(1 << 16))}
     features = itertools.chain(*(FEATURES[name].items() for name in names))
     options |= {"max_loss": rng.choice([None, 0.01, 0.2]), **dict(features), **given}
-    return Case(is_drawn, seed=seed, **options)
+    return Case(is_probabilistic, seed=seed, **options)
 
 
 def cap(units: int) -> float:
@@ -223,8 +223,8 @@ def served(case: Case, path: Tokens) -> list[np.ndarray]:
     """m at each position of a draft; none where rounding decides what the next one may lose."""
     rows, price = case.rows(path)[:-1], case.price
     if price is None and case.max_loss is not None:
-        price = price_units(price_of_bound(case.max_loss, 1.0, case.is_drawn)) * UNIT
-    if case.is_drawn:
+        price = price_units(price_of_bound(case.max_loss, 1.0, case.is_probabilistic)) * UNIT
+    if case.is_probabilistic:
         price = min(price, cap(case.left(0) // max(case.useful, 1)))
         strict = [not price or row.is_strict for row in rows]
         return [
@@ -334,7 +334,7 @@ def probes(case: Case, path: Tokens) -> list[Probe]:
     if case.room <= 0 or case.answer[-1] in case.ends:
         # The answer ended before this step.
         return [Probe(path, uniform, even)]
-    if case.is_drawn:
+    if case.is_probabilistic:
         return drawn_probes(case, path)
     rows, ms = case.rows(path), served(case, path)
     found, share, end = [], 1.0, end_of(case, path)
@@ -368,7 +368,7 @@ class Batch:
     def __init__(self, case: Case) -> None:
         drafts = itertools.product(range(case.vocab), repeat=case.steps)
         paths = list(dict.fromkeys(map(case.verified, drafts)))
-        if case.is_drawn:
+        if case.is_probabilistic:
             # No draft is of what a draft cannot propose.
             paths = [
                 path for path in paths if all(case.row(path[:i]).q[x] for i, x in enumerate(path))
@@ -422,12 +422,12 @@ class Batch:
         for probe, told in zip(self.probes, table, strict=True):
             for i in range(len(probe.losses)):
                 before, token = probe.tokens[:i], probe.tokens[i]
-                where = before, None if case.is_drawn else probe.path
+                where = before, None if case.is_probabilistic else probe.path
                 masses[where][token] += probe.weight
                 reported[where][token] = case.row(before).p[token] * np.exp(told[i])
         for where, mass in masses.items():
             np.testing.assert_allclose(mass / mass.sum(), reported[where], rtol=0, atol=EPSILON)
-        if case.is_drawn:
+        if case.is_probabilistic:
             self._check_law(weights)
         weights /= weights.sum()
         # Nothing mends what theta accepts outright.

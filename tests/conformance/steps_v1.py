@@ -9,20 +9,22 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_mars import MarsRejectionSampler
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
+from vllm_mars.worker.engine_params import LazyEngineParams
 from vllm_mars.worker.requests_v1 import RequestsV1
-from vllm_mars.worker.terms import EngineTerms
 
 CPU = torch.device("cpu")
 VOCAB = 97
 LENGTHS = [3, 0, 5, 1]
 
 
-def mars_sampler(config, protected=(), logprobs_mode="raw_logprobs", longest=5, is_drawn=False):
-    terms = EngineTerms(config, list(protected))
+def mars_sampler(
+    config, protected=(), logprobs_mode="raw_logprobs", longest=5, is_probabilistic=False
+):
+    engine_params = LazyEngineParams(config, list(protected))
     reports = StepReports(Counters(longest, CPU), config.logprobs == "sampled")
     # In these tests nobody enters the batch, so each place holds what the server's options say.
-    requests = RequestsV1(config, 20_000, 20_000, is_drawn=is_drawn)
-    return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, terms, reports, requests)
+    requests = RequestsV1(config, 20_000, 20_000, is_probabilistic=is_probabilistic)
+    return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, engine_params, reports, requests)
 
 
 def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):

@@ -15,7 +15,7 @@ import steps_v1
 from enumerated import FEATURES, PARAMETERS, Batch, case_of
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.accept import naive as accept
-from vllm_mars.kernels.law import naive as clip
+from vllm_mars.kernels.served_dist import naive as clip
 from vllm_mars.worker import sampler_v1
 from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
 
@@ -23,14 +23,14 @@ NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)
 
 
 @pytest.mark.usefixtures("mended_kernels")
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("seed", [1, 2, *NIGHTLY])
 @pytest.mark.parametrize("name", FEATURES)
-def test_v1(monkeypatch, is_drawn, seed, name):
+def test_v1(monkeypatch, is_probabilistic, seed, name):
     """All probes of a case in one step; by night together with other features."""
     names = [*FEATURES][seed % 3 :: 7] if seed > 2 and name != "theta" else []
     sizes = {"steps": 1 + seed % 3, "vocab": 8 - seed % 3}
-    check(monkeypatch, case_of(seed, *names, name, is_drawn=is_drawn, **sizes))
+    check(monkeypatch, case_of(seed, *names, name, is_probabilistic=is_probabilistic, **sizes))
 
 
 @pytest.mark.usefixtures("mended_kernels")
@@ -43,7 +43,7 @@ def test_v1_where_drafts_are_drawn_under_parameters(monkeypatch, name, price):
     runner = SimpleNamespace(drafter=drafter, propose_draft_token_ids=lambda *_: None)
     wrap_drafter(runner, MarsConfig(), torch.ones)
     repetition, frequency, presence, top_k, top_p = PARAMETERS[name]
-    case = case_of(1, is_drawn=True, steps=2, vocab=6, price=price, answer=(1, 2, 0, 2))
+    case = case_of(1, is_probabilistic=True, steps=2, vocab=6, price=price, answer=(1, 2, 0, 2))
 
     def drawn_from(logits, before):
         runner.propose_draft_token_ids(None, torch.tensor([before]))
@@ -82,12 +82,14 @@ def check(monkeypatch, case):
     # What strict requests draw with, of fixed drafts; and in the place of one number all others.
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
     draws = lambda _, place, weights: int((weights / batch.noise[place]).argmax())  # noqa: E731
-    monkeypatch.setattr(accept.Chance, "draws", draws)
+    monkeypatch.setattr(accept.CpuSamplingInputs, "sample_token", draws)
     # Of vLLM's, for the bonus token.
     draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
     monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)
     own = case.config, case.protected
-    sampler = steps_v1.mars_sampler(*own, longest=case.steps, is_drawn=case.is_drawn)
+    sampler = steps_v1.mars_sampler(
+        *own, longest=case.steps, is_probabilistic=case.is_probabilistic
+    )
     requests = sampler.requests
     # Answers grow behind a request's start; of what it comes with all counts as lost.
     answers = [[] for _ in batch.probes]
@@ -101,7 +103,7 @@ def check(monkeypatch, case):
     metadata = steps_v1.metadata_of(batch.paths)
     output = sampler(
         metadata,
-        batch.q[batch.is_draft] if case.is_drawn else None,
+        batch.q[batch.is_draft] if case.is_probabilistic else None,
         batch.logits,
         steps_v1.sampling([1.0] * count, output=answers, drafts=batch.paths),
     )

@@ -21,8 +21,8 @@ from scheduled import CASES, MARS, Engine, logits_of, write_model
 from steps_v2 import emitted
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.accept import fused as accept_kernel
-from vllm_mars.kernels.draw import fused as draw_kernel
-from vllm_mars.kernels.law import fused as clip_kernel
+from vllm_mars.kernels.accept import resample as draw_kernel
+from vllm_mars.kernels.served_dist import fused as clip_kernel
 from vllm_mars.worker.draft_sampling_v2 import DraftSampler
 
 pytestmark = pytest.mark.interpreted
@@ -65,17 +65,17 @@ def check(monkeypatch, batch, logits, acceptable=None):
         noised = logits - filled(logits, log_noise, seed, np.inf)
         return tl.max(noised, axis=0, return_indices=True)
 
-    monkeypatch.setattr(accept_kernel, "_drawn", drawn)
+    monkeypatch.setattr(accept_kernel, "_uniform", drawn)
     monkeypatch.setattr(draw_kernel, "gumbel_noised_argmax", noised_argmax)
     own = [3, 1, 4, *case.answer], 3, 3
     requests = [Request(case.params(i), path, *own) for i, path in enumerate(batch.paths)]
-    draft_logits = SHARE * batch.q.log() if case.is_drawn else None
+    draft_logits = SHARE * batch.q.log() if case.is_probabilistic else None
     step = Step(requests, logits, draft_logits, case.steps)
     sampler = step.sampler(case.config, protected=case.protected)
     # To compile for a first step is counted, too.
     sampler._is_warm = True
-    if case.is_drawn:
-        sampler.requests.drawn_with[0].fill_(SHARE)
+    if case.is_probabilistic:
+        sampler.requests.draft_sampling[0].fill_(SHARE)
     lost = sampler.requests.records.lost
     lost[step.slots] = case.lost
     monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
@@ -86,17 +86,17 @@ def check(monkeypatch, batch, logits, acceptable=None):
     batch.check(sampler.reports, emitted(output), lost[step.slots] - case.lost)
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("name", [*DAILY, *NIGHTLY])
-def test_v2(monkeypatch, is_drawn, name):
-    batch = Batch(case_of(2, name, is_drawn=is_drawn, every=8))
+def test_v2(monkeypatch, is_probabilistic, name):
+    batch = Batch(case_of(2, name, is_probabilistic=is_probabilistic, every=8))
     check(monkeypatch, batch, batch.logits)
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_v2_where_drafts_are_drawn_under_parameters(monkeypatch, name):
     """By what stands in vLLM's speculator, which keeps what it draws from."""
-    case = case_of(1, is_drawn=True, steps=2, price=1.0, max_loss=None, answer=(1, 2, 0, 2))
+    case = case_of(1, is_probabilistic=True, steps=2, price=1.0, max_loss=None, answer=(1, 2, 0, 2))
     repetition, frequency, presence, top_k, top_p = PARAMETERS[name]
     given = SamplingParams(
         temperature=1 / SHARE,
@@ -122,7 +122,11 @@ def test_v2_where_drafts_are_drawn_under_parameters(monkeypatch, name):
         tokens[0, : len(before)] = torch.tensor(before)
         draw(
             torch.tensor(logits)[None],
-            *(torch.tensor(step.slots), *requests.drawn_with, torch.zeros(1, dtype=torch.int64)),
+            *(
+                torch.tensor(step.slots),
+                *requests.draft_sampling,
+                torch.zeros(1, dtype=torch.int64),
+            ),
             apply_temperature=True,
             is_drafting=True,
             logits_cache=kept,

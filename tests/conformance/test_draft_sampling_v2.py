@@ -55,7 +55,7 @@ def runner_of(requests, dtype=torch.float32, vocab=VOCAB):
     wrap_speculator(runner, config, sampler.requests)
     # At the share of the temperature.
     own = [request.sampling.temperature * SHARE for request in requests]
-    sampler.requests.drawn_with[0][step.slots] = torch.tensor(own)
+    sampler.requests.draft_sampling[0][step.slots] = torch.tensor(own)
     return runner, step, sampler
 
 
@@ -80,7 +80,7 @@ def test_drafts_are_drawn_under_the_parameters_of_their_requests(dtype, more):
     counts = runner.sampler.penalties_state.output_bin_counts
     before, generator = counts.clone(), torch.Generator().manual_seed(3)
     slots = torch.tensor([*step.slots, -1])
-    temperature, batch, so_far = requests.drawn_with[0], len(ASKED), [[] for _ in ASKED]
+    temperature, batch, so_far = requests.draft_sampling[0], len(ASKED), [[] for _ in ASKED]
     speculator.propose(None, temperature, None, is_profile=True)
     draw = speculator.draw
     for place in range(K):
@@ -91,7 +91,7 @@ def test_drafts_are_drawn_under_the_parameters_of_their_requests(dtype, more):
             logits.to(dtype),
             slots,
             temperature,
-            requests.drawn_with[1],
+            requests.draft_sampling[1],
             torch.full((batch + 1,), 9),
             apply_temperature=True,
             is_drafting=True,
@@ -104,9 +104,9 @@ def test_drafts_are_drawn_under_the_parameters_of_their_requests(dtype, more):
         for row, (slot, token) in enumerate(zip(step.slots, drawn.tolist(), strict=False)):
             prompt, output, new, own = ASKED[row]
             output = [token for token in (*output, *new, *so_far[row]) if token >= 0]
-            drawn_at = TEMPERATURES[row] * SHARE or 1.0
-            q = distribution(given[row], drawn_at, (prompt, output), own, dtype)
-            kept = (speculator.draft_logits[slot, place].float() / drawn_at).softmax(-1)
+            draft_temperature = TEMPERATURES[row] * SHARE or 1.0
+            q = distribution(given[row], draft_temperature, (prompt, output), own, dtype)
+            kept = (speculator.draft_logits[slot, place].float() / draft_temperature).softmax(-1)
             # A penalized logit in bfloat16 can be rounded the other way.
             rtol = 0 if dtype == torch.float32 else 0.05
             np.testing.assert_allclose(kept, q, rtol=rtol, atol=1e-6)

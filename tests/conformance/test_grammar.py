@@ -34,7 +34,7 @@ def test_the_law_is_the_targets_own(monkeypatch, model, case):
     is_there = torch.arange(case.steps) < lengths[:, None]
     monkeypatch.setattr(sampler_v1, "generate_uniform_probs", lambda *_: batch.uniform[is_there])
     draws = lambda _, place, weights: int((weights / batch.noise[place]).argmax())  # noqa: E731
-    monkeypatch.setattr(accept.Chance, "draws", draws)
+    monkeypatch.setattr(accept.CpuSamplingInputs, "sample_token", draws)
     # For the bonus token.
     draw = lambda logits, _: (logits.softmax(-1) / batch.noise).argmax(-1)  # noqa: E731
     monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", draw)

@@ -21,9 +21,11 @@ CPU = torch.device("cpu")
 BATCH, K = 5, 2
 
 
-def runner_of(temperature=1.0, is_drawn=True, params=None):
-    config = MarsConfig(max_loss=0.02, draft_temperature=0.5 if is_drawn else None)
-    return RunnerV2(step_of(Shape(temperature, is_drawn, BATCH, K, 97), CPU, params), config)
+def runner_of(temperature=1.0, is_probabilistic=True, params=None):
+    config = MarsConfig(max_loss=0.02, draft_temperature=0.5 if is_probabilistic else None)
+    return RunnerV2(
+        step_of(Shape(temperature, is_probabilistic, BATCH, K, 97), CPU, params), config
+    )
 
 
 def propose(runner):
@@ -70,8 +72,8 @@ def test_a_second_load_model_installs_nothing_twice():
     assert counters.device_counts[counters.layout.ended].sum() == BATCH + 1
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_nothing_is_allocated_while_the_model_is_loaded(monkeypatch, is_drawn):
+@pytest.mark.parametrize("is_probabilistic", [False, True])
+def test_nothing_is_allocated_while_the_model_is_loaded(monkeypatch, is_probabilistic):
     """Whose memory vLLM's sleep of level 2 throws away."""
     install, loading, stepping = sampler_v2.install, Allocated(), Allocated()
 
@@ -80,7 +82,7 @@ def test_nothing_is_allocated_while_the_model_is_loaded(monkeypatch, is_drawn):
             install(*args)
 
     monkeypatch.setattr(sampler_v2, "install", installed)
-    runner = runner_of(is_drawn=is_drawn)
+    runner = runner_of(is_probabilistic=is_probabilistic)
     with stepping:
         runner.step()
     assert stepping.found and not loading.found
@@ -88,7 +90,7 @@ def test_nothing_is_allocated_while_the_model_is_loaded(monkeypatch, is_drawn):
 
 def test_requests_that_end_are_counted_by_what_they_lost():
     """In one launch, as `Counters.add_ended` counts."""
-    runner = runner_of(is_drawn=False)
+    runner = runner_of(is_probabilistic=False)
     lost = [0, 4096, 4097, 40 << 16, 4097]
     requests, counters = runner.rejection_sampler.requests, Counters(K, CPU)
     requests.records.lost[runner._batch.idx_mapping] = torch.tensor(lost)
@@ -112,13 +114,13 @@ def test_who_wants_to_know_is_told_and_forgotten():
     assert requests.returns(places) == {}
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_a_step_of_the_runner_verifies_as_the_benchmark_of_the_kernels(is_drawn):
+@pytest.mark.parametrize("is_probabilistic", [False, True])
+def test_a_step_of_the_runner_verifies_as_the_benchmark_of_the_kernels(is_probabilistic):
     """The stand-in for the runner and `Step.verification` hand in the same step."""
-    step = step_of(Shape(1.0, is_drawn, BATCH, K, 97), CPU)
-    runner = RunnerV2(step, "block" if is_drawn else "standard")
+    step = step_of(Shape(1.0, is_probabilistic, BATCH, K, 97), CPU)
+    runner = RunnerV2(step, "block" if is_probabilistic else "standard")
     runner.step()
     tokens = runner.sampled.sampled_token_ids
     behind = torch.arange(K + 1) >= runner.sampled.num_sampled[:, None]
-    expected = tokens_of(step.verification("block" if is_drawn else "standard"))
+    expected = tokens_of(step.verification("block" if is_probabilistic else "standard"))
     assert torch.equal(tokens.masked_fill(behind, -1), expected)

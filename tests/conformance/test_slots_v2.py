@@ -9,8 +9,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from benchmarks.step_v2 import Request, Step
 from steps_v2 import GREEDY, LENGTHS, Allocated, each, emitted, lost_by_ended, params, random_step
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
-from vllm_mars.kernels.record import Column
+from vllm_mars.kernels.budget import loss_rate, max_lost
+from vllm_mars.kernels.interface import Column
 from vllm_mars.releases import draws_anew
 from vllm_mars.worker import requests_v2
 from vllm_mars.worker.draft_sampling_v2 import wrap_speculator
@@ -213,5 +213,5 @@ def test_a_preempted_request_finds_what_it_has_lost():
 
     assert come_back([name], []) == 777
     # Its end is forgotten, and of one that is not known all is taken to be lost.
-    all_lost = most_lost(loss_rate(0.02), 2)
+    all_lost = max_lost(loss_rate(0.02), 2)
     assert come_back([name], [name]) == all_lost != 777

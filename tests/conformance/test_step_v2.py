@@ -15,7 +15,7 @@ from benchmarks.step_v2 import Request, Step
 from steps_v2 import GREEDY, LENGTHS, MIXED, SAMPLED, each, emitted, params, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.accept import fused as accept_kernel
-from vllm_mars.kernels.verdicts import Verdict
+from vllm_mars.kernels.interface import Verdict
 from vllm_mars.releases import draws_anew
 
 pytestmark = pytest.mark.interpreted
@@ -282,9 +282,9 @@ def test_a_forbidden_draft_is_never_accepted(options):
     assert all(tokens[0] != 0 for tokens in emitted(output))
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_a_step_holds_no_more_memory_than_vllms(is_drawn):
-    step = random_step(1, each(SAMPLED), LENGTHS, vocab=20_000, with_draft_logits=is_drawn)
+@pytest.mark.parametrize("is_probabilistic", [False, True])
+def test_a_step_holds_no_more_memory_than_vllms(is_probabilistic):
+    step = random_step(1, each(SAMPLED), LENGTHS, vocab=20_000, with_draft_logits=is_probabilistic)
     most = []
     for config in (None, MarsConfig(price=0.5, strict_opening=0)):
         sampler, given = step.sampler(config), (step.batch(), step.draft_logits, None)

@@ -42,7 +42,9 @@ def steps(kind: str, most: int = max(NUM_STEPS.values())) -> Iterator[tuple[Call
         for number in count():
             call = Call(number, "theta" if name == "theta" else "price", True, vocab, dtype)
             # What is there or not is a variant each, which takes a GPU seconds to compile.
-            if vocab == LARGE or (call.terms.protected is not None and call.guard is not None):
+            if vocab == LARGE or (
+                call.engine_params.protected is not None and call.constraints is not None
+            ):
                 yield call
 
     for call in islice(calls(), min(most, NUM_STEPS[vocab])):
@@ -53,8 +55,10 @@ def steps(kind: str, most: int = max(NUM_STEPS.values())) -> Iterator[tuple[Call
 
 def tokens_of(call: Call, step: tuple) -> list[list[int]]:
     """What the kernels emit of a step for each of its requests."""
-    given, guard, draws, terms = (to(DEVICE, value) for value in (*step[1:], call.terms))
-    output = fused.verify(given, terms, guard, None, draws)
+    given, constraints, sampling_inputs, engine_params = (
+        to(DEVICE, value) for value in (*step[1:], call.engine_params)
+    )
+    output = fused.verify(given, engine_params, constraints, None, sampling_inputs)
     counts = output.num_emitted.tolist()
     rows = output.output_token_ids.tolist()
     return [row[:count] for row, count in zip(rows, counts, strict=True)]

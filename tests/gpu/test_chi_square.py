@@ -11,11 +11,16 @@ import clip_cases
 import oracle
 from golden_tokens import DEVICE, IS_INTERPRETED
 from vllm_mars.kernels import fused
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.ledger.naive import NO_BOUND
-from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.budget import NO_BOUND
+from vllm_mars.kernels.interface import (
+    EngineParams,
+    Protected,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    VerifyInputs,
+)
 from vllm_mars.kernels.rules import RULES
-from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
 
 pytestmark = [pytest.mark.interpreted] if IS_INTERPRETED else []
 
@@ -36,7 +41,7 @@ def rows():
     return torch.from_numpy(target).float(), torch.from_numpy(draft).float()
 
 
-def drawn(num, is_drawn):
+def drawn(num, is_probabilistic):
     """The first token of each request: all have the same rows, and seeds of their own.
 
     Returns:
@@ -47,7 +52,7 @@ def drawn(num, is_drawn):
     fixed = target[:LENGTH].topk(3).indices[:, 2]
     kept = frozenset(KEPT.tolist())
     assert not kept & {*fixed.tolist()}
-    if is_drawn:
+    if is_probabilistic:
         m = clip_cases.clip_rows(target[:1], q[:1], [PRICE], KEPT).m[0]
     else:
         own = target[:LENGTH].tolist(), fixed.tolist()
@@ -55,21 +60,24 @@ def drawn(num, is_drawn):
         m = torch.tensor(oracle.served(target[0].tolist(), int(fixed[0]), bias, kept))
     mask = torch.zeros(VOCAB, dtype=torch.bool)
     mask[KEPT] = True
-    terms, rng = Terms(RULES["price"], Protected.of(mask, DEVICE)), np.random.default_rng(1)
+    engine_params, rng = (
+        EngineParams(RULES["price"], Protected.of(mask, DEVICE)),
+        np.random.default_rng(1),
+    )
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     for begin in range(0, num, BATCH):
         size = min(BATCH, num - begin)
         slots = torch.arange(size, device=DEVICE, dtype=torch.int32)
         ids = torch.zeros((size, LENGTH + 1), dtype=torch.int32)
         ids[:, 1:] = fixed
-        if is_drawn:
+        if is_probabilistic:
             columns = [rng.choice(VOCAB, size, p=of / of.sum()) for of in q.double().numpy()]
             ids[:, 1:] = torch.from_numpy(np.stack(columns, 1))
         records = Records.new(size, DEVICE)
         records.value.fill_(int(PRICE * 2**16))
         records.rate.fill_(NO_BOUND)
-        records.most_tokens.fill_(99)
-        step = Step(
+        records.max_tokens.fill_(99)
+        step = VerifyInputs(
             target.to(DEVICE).repeat(size, 1),
             ids.flatten().to(DEVICE),
             (slots + 1) * (LENGTH + 1),
@@ -80,16 +88,18 @@ def drawn(num, is_drawn):
             LENGTH,
         )
         seeds = torch.from_numpy(rng.integers(0, 2**62, size)).to(DEVICE)
-        sampling = Sampling(torch.ones(size, device=DEVICE), seeds)
-        if is_drawn:
+        sampling = SamplingTensors(torch.ones(size, device=DEVICE), seeds)
+        if is_probabilistic:
             sampling = sampling._replace(
                 draft_logits=draft.to(DEVICE).repeat(size, 1, 1),
-                drawn_at=torch.full((size,), DRAWN_AT, device=DEVICE),
+                draft_temperature=torch.full((size,), DRAWN_AT, device=DEVICE),
             )
         places = torch.arange(LENGTH + 1, device=DEVICE, dtype=torch.int32).repeat(size)
-        row_slots = slots.repeat_interleave(LENGTH + 1)
-        draws = Draws(sampling, places.long() + 5, row_slots, places)
-        tokens = fused.verify(step, terms, None, None, draws).output_token_ids[:, 0]
+        expanded_idx_mapping = slots.repeat_interleave(LENGTH + 1)
+        sampling_inputs = SamplingInputs(sampling, places.long() + 5, expanded_idx_mapping, places)
+        tokens = fused.verify(step, engine_params, None, None, sampling_inputs).output_token_ids[
+            :, 0
+        ]
         counts += torch.bincount(tokens.cpu(), minlength=VOCAB)
     return counts, m, target[0].softmax(-1)
 
@@ -109,10 +119,10 @@ def deviation(counts, shares):
 
 
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)")
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("num", NUM)
-def test_tokens_have_the_shares_that_are_served(num, is_drawn):
-    counts, m, p = drawn(num, is_drawn)
+def test_tokens_have_the_shares_that_are_served(num, is_probabilistic):
+    counts, m, p = drawn(num, is_probabilistic)
     of_served, of_strict = deviation(counts, m), deviation(counts, p)
     print(f"{num} draws: {of_served:.2f} standard deviations from m, {of_strict:.2f} from p")
     # By chance once in 30,000 runs.

@@ -11,8 +11,8 @@ import torch
 
 from calls import Replay
 from golden_tokens import GOLDEN, IS_INTERPRETED, KINDS, NUM_STEPS, SMALL, steps, tokens_of
-from vllm_mars.kernels import naive
-from vllm_mars.kernels.step import STRUCK
+from vllm_mars.kernels import reference
+from vllm_mars.kernels.interface import GRAMMAR_REJECTED
 
 # The interpreter takes 0.2 s for a step of the small vocabulary, and 3 s for one of the large.
 ALL = max(NUM_STEPS.values())
@@ -59,8 +59,8 @@ class Possible(Replay):
         assert probability > 0 or not is_accepted
         return is_accepted
 
-    def draws(self, place: int, weights: torch.Tensor) -> int:
-        token = super().draws(place, weights)
+    def sample_token(self, place: int, weights: torch.Tensor) -> int:
+        token = super().sample_token(place, weights)
         assert weights[token] > 0
         return token
 
@@ -71,9 +71,11 @@ def test_a_cpu_may_emit_what_was_written(kind):
     for call, (q, step, *_), expected in written(kind):
         width = step.num_speculative_tokens + 1
         tokens = torch.tensor([[*own, *[-1] * (width - len(own))] for own in expected])
-        chance = Possible(call, tokens, q)
-        bonus = torch.tensor(chance.behind)
-        found = naive.verify(step, call.terms, call.guard, None, chance, bonus)
+        sampling_inputs = Possible(call, tokens, q)
+        bonus = torch.tensor(sampling_inputs.behind)
+        found = reference.verify(
+            step, call.engine_params, call.constraints, None, sampling_inputs, bonus
+        )
         assert torch.equal(found.output_token_ids.long(), tokens)
 
 
@@ -82,15 +84,15 @@ def test_the_steps_hold_what_they_are_to_check(kind):
     seen = dict.fromkeys(("kept", "strict", "struck", "mixed K", "mixed temperatures"), 0)
     for call, _, tokens in written(kind):
         samples = call.temperature > 0
-        protected = call.terms.protected
+        protected = call.engine_params.protected
         for slot, own in zip(call.slots.tolist(), tokens, strict=True):
-            ends = {*call.records.ends[slot].tolist()}
+            ends = {*call.records.stop_ids[slot].tolist()}
             seen["kept"] += any(
                 token in ends or (protected is not None and bool(protected.mask[token]))
                 for token in own
             )
-        seen["strict"] += call.guard is not None and any(call.guard.blocked)
-        seen["struck"] += bool((call.ids == STRUCK).any())
+        seen["strict"] += call.constraints is not None and any(call.constraints.blocked)
+        seen["struck"] += bool((call.ids == GRAMMAR_REJECTED).any())
         seen["mixed K"] += len({*call.lengths}) > 1
         seen["mixed temperatures"] += bool(samples.any() and not samples.all())
     assert all(seen.values()), seen

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from benchmarks.step_v2 import Shape, is_repeated, step_of, tokens_of
-from calls import LONGEST, Call, close, listed, sampled_step, to, written_down
+from calls import LONGEST, Call, close, listed, recorded, sampled_step, to
 from vllm_mars import MarsConfig, verify_greedy
 from vllm_mars.kernels import fused
-from vllm_mars.kernels.law import fused as clip_kernel
-from vllm_mars.kernels.law.naive import TOLERANCE
-from vllm_mars.kernels.record import Column, Records
-from vllm_mars.kernels.step import Step as StepInputs
-from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
-from vllm_mars.kernels.strictness.naive import IN_THINKING, Followers, Sections, guarded
+from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
+from vllm_mars.kernels.constraints.markers import IN_THINKING, MarkerTracker
+from vllm_mars.kernels.constraints.naive import NgramIndex, cpu_constraints
+from vllm_mars.kernels.interface import Column, Records
+from vllm_mars.kernels.interface import VerifyInputs as StepInputs
+from vllm_mars.kernels.served_dist import fused as clip_kernel
+from vllm_mars.kernels.served_dist.naive import TOLERANCE
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -82,30 +83,34 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
     rule, accepted = "theta" if name == "theta" else "price", 0
     for number in range(10):
         call = Call(number, rule, True, 49_152, dtype)
-        q, given, guard, draws = sampled_step(call, name == "drawn")
-        drawn, terms, guard = (to(DEVICE, value) for value in (draws, call.terms, guard))
+        q, given, constraints, sampling_inputs = sampled_step(call, name == "drawn")
+        drawn, engine_params, constraints = (
+            to(DEVICE, value) for value in (sampling_inputs, call.engine_params, constraints)
+        )
         # The first one compiles.
         for mode in ("default", "error"):
-            found, step = to(DEVICE, call.account()), to(DEVICE, given)
+            found, step = to(DEVICE, call.step_counters()), to(DEVICE, given)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = fused.verify(step, terms, guard, found, drawn)
+                output = fused.verify(step, engine_params, constraints, found, drawn)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
         accepted += int(output.num_accepted.sum())
-        wanted, lost = written_down(call, q, output.output_token_ids.cpu())
+        wanted, lost = recorded(call, q, output.output_token_ids.cpu())
         # Counted in units that float32 rounds.
         close(to("cpu", found), wanted, 100 * LONGEST, 1e-3)
         assert (step.records.lost.cpu() - lost).abs().max() <= 20 * LONGEST
     assert accepted > 0
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_whole_step_of_v2_is_vllms_at_price_0_and_waits_for_nothing(temperature, is_drawn):
+def test_a_whole_step_of_v2_is_vllms_at_price_0_and_waits_for_nothing(
+    temperature, is_probabilistic
+):
     """Probabilistic drafts as its `block` has them, all else as its `standard`."""
-    step = step_of(Shape(temperature, is_drawn, 5, 4, 49_152), DEVICE)
+    step = step_of(Shape(temperature, is_probabilistic, 5, 4, 49_152), DEVICE)
     strict = tokens_of(step.verification(MarsConfig(price=0.0)))
     if is_repeated(step):
         assert torch.equal(strict, tokens_of(step.verification(step.strict_method)))
@@ -141,7 +146,7 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     answer, draft = rng.integers(0, 30, length).tolist(), rng.integers(0, 30, 16).tolist()
     thinking = {"thinking_start": 6, "thinking_end": 5}
     config = MarsConfig(strict_spans=((1, 2), (3, 4)), strict_opening=3, **thinking)
-    sections = Sections(config)
+    tracker = MarkerTracker(config)
 
     def ids(values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
@@ -154,17 +159,17 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     records.value.fill_(1)
     logits = torch.empty((len(inputs), 30), device=DEVICE)
     step = StepInputs(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
-    found = guard_positions(
+    found = compute_constraints(
         new_ring(1, DEVICE),
         ids([answer]),
         step,
         torch.full((1,), temperature, device=DEVICE),
-        sections.markers(DEVICE),
+        tracker.markers(DEVICE),
         3,
     )
-    state = sections.advance(0, answer)
-    reasons = sections.blocked(state, draft, IN_THINKING)
-    repeated = Followers(3).before(answer, draft)
-    expected = [*guarded(reasons, draft, repeated, temperature > 0), (0, False, ())]
+    state = tracker.advance(0, answer)
+    reasons = tracker.blocked(state, draft, IN_THINKING)
+    repeated = NgramIndex(3).before(answer, draft)
+    expected = [*cpu_constraints(reasons, draft, repeated, temperature > 0), (0, False, ())]
     assert listed(found, len(inputs)) == [(*row[:2], {*row[2]}) for row in expected]
     assert records.table[0, Column.STATE] == state

@@ -13,8 +13,8 @@ import pytest
 from vllm_mars import MarsConfig, releases
 from vllm_mars.hooks import compat
 from vllm_mars.hooks import patches as hooks
-from vllm_mars.hooks.arguments import take_options
-from vllm_mars.hooks.pickled import TravellingOptions
+from vllm_mars.hooks.arguments import extract_config
+from vllm_mars.hooks.pickled import PickledConfig
 
 
 def test_all_that_is_missing_is_named(monkeypatch):
@@ -147,7 +147,7 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
     assert not warnings
     monkeypatch.setattr(vllm, "__version__", version := "0.34.0")
     options = Options()
-    take_options(options, Model())
+    extract_config(options, Model())
     assert options.additional_config["mars"].config.theta == 0.9
     assert warnings == [
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.32 and 0.33); its "
@@ -163,7 +163,7 @@ def test_logprobs_of_what_is_served_need_them():
         match="mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
         f"logprobs_mode is '{mode}'; add --logprobs-mode processed_logprobs.",
     ):
-        take_options(options, Model())
+        extract_config(options, Model())
 
 
 def test_a_front_end_with_other_interfaces_is_refused(monkeypatch):
@@ -173,7 +173,7 @@ def test_a_front_end_with_other_interfaces_is_refused(monkeypatch):
     options = Options()
     message = r"\(front end\): .*PrometheusStatLogger.record takes \(step\), but \(scheduler_stats"
     with pytest.raises(RuntimeError, match=message):
-        take_options(options, Model())
+        extract_config(options, Model())
     assert "mars" not in options.additional_config
 
 
@@ -195,7 +195,7 @@ def test_a_server_with_other_interfaces_is_refused_at_start(monkeypatch):
 
 
 class Config:
-    additional_config = {"mars": TravellingOptions(MarsConfig(theta=0.9))}
+    additional_config = {"mars": PickledConfig(MarsConfig(theta=0.9))}
 
 
 class Unasked:

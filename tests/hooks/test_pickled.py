@@ -11,21 +11,21 @@ import pytest
 
 from vllm_mars import MarsConfig, __version__
 from vllm_mars.hooks import pickled
-from vllm_mars.hooks.pickled import TravellingOptions
+from vllm_mars.hooks.pickled import PickledConfig
 
 NODE = socket.gethostname()
 
 
 def test_options_arrive_as_they_left():
-    options = TravellingOptions(MarsConfig(price=0.3, strict_spans=((1, None),)))
+    options = PickledConfig(MarsConfig(price=0.3, strict_spans=((1, None),)))
     for arrived in (pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
-        assert type(arrived) is TravellingOptions
+        assert type(arrived) is PickledConfig
         assert arrived.config == options.config
 
 
 def test_another_version_is_refused_where_it_arrives(monkeypatch):
     monkeypatch.setattr(pickled, "__version__", "0.0.1")
-    travelling = pickle.dumps(TravellingOptions(MarsConfig()))
+    travelling = pickle.dumps(PickledConfig(MarsConfig()))
     monkeypatch.undo()
     with pytest.raises(RuntimeError) as refused:
         pickle.loads(travelling)
@@ -38,18 +38,18 @@ def test_another_version_is_refused_where_it_arrives(monkeypatch):
 def test_a_lock_of_one_node_is_refused_where_requests_may_relax(monkeypatch):
     """That rank would verify a relaxed request strictly, and emit other tokens than the rest."""
     relaxable, strict = (
-        pickle.dumps(TravellingOptions(MarsConfig(max_loss=0, limit=limit))) for limit in (0.02, 0)
+        pickle.dumps(PickledConfig(MarsConfig(max_loss=0, limit=limit))) for limit in (0.02, 0)
     )
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     message = f"VLLM_MARS_LOCK=strict is set on the node {NODE}, but not where .*; set it there as "
     with pytest.raises(RuntimeError, match=message):
         pickle.loads(relaxable)
     pickle.loads(strict)
-    pickle.loads(pickle.dumps(TravellingOptions(MarsConfig(max_loss=0, limit=0.02))))
+    pickle.loads(pickle.dumps(PickledConfig(MarsConfig(max_loss=0, limit=0.02))))
 
 
 def test_a_node_without_the_extension_cannot_read_them():
-    travelling = pickle.dumps(TravellingOptions(MarsConfig())).hex()
+    travelling = pickle.dumps(PickledConfig(MarsConfig())).hex()
     # -I and -S hide all packages.
     program = f"import pickle; pickle.loads(bytes.fromhex('{travelling}'))"
     refused = subprocess.run(
@@ -61,7 +61,7 @@ def test_a_node_without_the_extension_cannot_read_them():
 @pytest.mark.nightly
 def test_arriving_options_leave_the_hooks():
     """A process whose plugins are filtered verifies as asked."""
-    travelling = pickle.dumps(TravellingOptions(MarsConfig())).hex()
+    travelling = pickle.dumps(PickledConfig(MarsConfig())).hex()
     probe = subprocess.run(
         [
             *(sys.executable, "-c"),

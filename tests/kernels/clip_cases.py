@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mars.kernels.law.naive import clip_row
+from vllm_mars.kernels.served_dist.naive import clip_row
 
 INF = torch.inf
 
@@ -31,7 +31,7 @@ KEPT = torch.tensor([0, 5, 33])
 
 
 class Rows(NamedTuple):
-    """`law.naive.Clipped` of several rows."""
+    """`served_dist.naive.Clipped` of several rows."""
 
     m: torch.Tensor
     losses: torch.Tensor

@@ -6,26 +6,43 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from calls import CPU, LONGEST, Call, close, draws_of, on_cpu, same, sampled_step, written_down
+from calls import (
+    CPU,
+    LONGEST,
+    Call,
+    close,
+    on_cpu,
+    recorded,
+    same,
+    sampled_step,
+    sampling_inputs_of,
+)
 from vllm_mars.kernels import fused
 from vllm_mars.kernels.accept import fused as accept_kernel
-from vllm_mars.kernels.account.naive import CounterLayout
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.law import fused as clip_kernel
-from vllm_mars.kernels.law.naive import TOLERANCE
-from vllm_mars.kernels.ledger.naive import NO_BOUND
-from vllm_mars.kernels.record import MOST_ENDS, Records, held
-from vllm_mars.kernels.rows import fused as rows_kernel
+from vllm_mars.kernels.budget import NO_BOUND
+from vllm_mars.kernels.constraints import fused as constraints_kernel
+from vllm_mars.kernels.counters.table import CounterLayout
+from vllm_mars.kernels.interface import (
+    MAX_STOP_IDS,
+    EngineParams,
+    Protected,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    VerifyInputs,
+    encode_value,
+)
+from vllm_mars.kernels.row_stats import fused as rows_kernel
 from vllm_mars.kernels.rules import THETA
-from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
-from vllm_mars.kernels.strictness import fused as strictness_kernel
+from vllm_mars.kernels.served_dist import fused as clip_kernel
+from vllm_mars.kernels.served_dist.naive import TOLERANCE
 
 pytestmark = pytest.mark.interpreted
 
 
 def test_the_kernels_are_interpreted():
     """Here, and so in the other files of tests that are marked."""
-    for module in (accept_kernel, clip_kernel, strictness_kernel, rows_kernel):
+    for module in (accept_kernel, clip_kernel, constraints_kernel, rows_kernel):
         kernels = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert kernels and all(isinstance(kernel, InterpretedFunction) for kernel in kernels)
 
@@ -35,9 +52,9 @@ def test_the_kernels_are_interpreted():
 def test_greedy_steps_equal_those_of_a_cpu(name, count):
     for number in range(count):
         call = Call(number, name)
-        expected, mine = on_cpu(call, wanted := call.account())
-        found, (step, guard) = call.account(), call.step()
-        output = fused.verify(step, call.terms, guard, found)
+        expected, mine = on_cpu(call, wanted := call.step_counters())
+        found, (step, constraints) = call.step_counters(), call.step()
+        output = fused.verify(step, call.engine_params, constraints, found)
         assert torch.equal(output.output_token_ids, expected.output_token_ids.long()), number
         assert torch.equal(output.num_emitted, expected.num_emitted)
         assert torch.equal(output.num_relaxed, expected.num_relaxed)
@@ -45,7 +62,7 @@ def test_greedy_steps_equal_those_of_a_cpu(name, count):
         same(found, wanted)
         assert torch.equal(step.records.lost, mine.lost)
         # Without an account nothing is counted.
-        plain = fused.verify(call.step()[0], call.terms, guard)
+        plain = fused.verify(call.step()[0], call.engine_params, constraints)
         assert torch.equal(plain.output_token_ids, output.output_token_ids)
 
 
@@ -57,12 +74,12 @@ def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, count):
     accepted = 0
     for number in range(count):
         call = Call(number, "theta" if name == "theta" else "price", sampled=True)
-        q, step, guard, draws = sampled_step(call, name == "drawn")
-        before, found = step.logits.clone(), call.account()
-        output = fused.verify(step, call.terms, guard, found, draws)
+        q, step, constraints, sampling_inputs = sampled_step(call, name == "drawn")
+        before, found = step.logits.clone(), call.step_counters()
+        output = fused.verify(step, call.engine_params, constraints, found, sampling_inputs)
         assert torch.equal(step.logits.nan_to_num(), before.nan_to_num())
         accepted += int(output.num_accepted.sum())
-        wanted, lost = written_down(call, q, output.output_token_ids)
+        wanted, lost = recorded(call, q, output.output_token_ids)
         close(found, wanted, 20 * LONGEST, 1e-4)
         assert (step.records.lost - lost).abs().max() <= 3 * LONGEST, number
     assert accepted > 0
@@ -77,13 +94,15 @@ def test_a_strict_request_loses_nothing(name):
     strict.rate.fill_(NO_BOUND)
     step = call.step()[0]._replace(records=strict)
     table = torch.empty(len(call.slots), 2, LONGEST + 1)
-    account = call.account()._replace(table=table)
+    step_counters = call.step_counters()._replace(table=table)
     call.temperature.fill_(1.0)
-    fused.verify(step, call.terms, None, account, draws_of(call))
+    fused.verify(step, call.engine_params, None, step_counters, sampling_inputs_of(call))
     layout = CounterLayout(LONGEST)
-    assert account.counts[layout.verified].any() and not account.counts[layout.relaxable]
+    assert (
+        step_counters.counts[layout.verified].any() and not step_counters.counts[layout.relaxable]
+    )
     assert not strict.lost.any()
-    assert not account.counts[layout.lost] and not account.counts[layout.gained]
+    assert not step_counters.counts[layout.lost] and not step_counters.counts[layout.gained]
     assert not table.nan_to_num().any()
 
 
@@ -95,17 +114,19 @@ def test_large_vocabulary():
     logits[:, -1], logits[:, vocab // 2] = 12.0, 11.5
     # Greedy, so that none is left out as a bonus row.
     zeros = torch.zeros(4, dtype=torch.int32)
-    draws = Draws(Sampling(torch.zeros(1), zeros[:1].long()), zeros, zeros, zeros)
+    sampling_inputs = SamplingInputs(
+        SamplingTensors(torch.zeros(1), zeros[:1].long()), zeros, zeros, zeros
+    )
     records, one = Records.new(1, CPU), zeros[:1]
-    records.ends[0, 0], mask = vocab - 1, torch.zeros(vocab, dtype=torch.bool)
-    mask[: MOST_ENDS + 1] = True
+    records.stop_ids[0, 0], mask = vocab - 1, torch.zeros(vocab, dtype=torch.bool)
+    mask[: MAX_STOP_IDS + 1] = True
     ids = torch.tensor([0, 3, vocab - 1, -1], dtype=torch.int32)
-    step = Step(logits, ids, one + 4, records, one, one, one, 3)
-    terms = Terms(THETA, Protected.of(mask, CPU))
-    *_, partials, splits = rows_kernel.reduce_rows(step, terms, None, draws)
+    step = VerifyInputs(logits, ids, one + 4, records, one, one, one, 3)
+    engine_params = EngineParams(THETA, Protected.of(mask, CPU))
+    *_, partials, splits = rows_kernel.reduce_rows(step, engine_params, None, sampling_inputs)
     mask[-1] = True
     assert partials.logit[:4].tolist() == [logits[0, 3], logits[1, -1], -math.inf, -math.inf]
-    largest, kept, kept_moments = partials.kept[:12].view(4, 3).double().T
+    largest, kept, kept_moments = partials.preserved[:12].view(4, 3).double().T
     torch.testing.assert_close(
         largest + kept.log(), logits[:, mask].double().logsumexp(-1), rtol=1e-6, atol=1e-6
     )
@@ -132,10 +153,10 @@ def test_rows_past_2_to_the_31_elements():
     logits[:, 99] = 9.0
     logits[1, 40] = 9.5
     records = Records.new(1, CPU)
-    records.value.fill_(held(THETA, 0.9))
+    records.value.fill_(encode_value(THETA, 0.9))
     records.rate.fill_(NO_BOUND)
-    records.most_tokens.fill_(99)
+    records.max_tokens.fill_(99)
     ids, slot = torch.tensor([7, 99], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    step = Step(logits, ids, slot + 2, records, slot, slot, slot, 1)
-    output = fused.verify(step, Terms(THETA))
+    step = VerifyInputs(logits, ids, slot + 2, records, slot, slot, slot, 1)
+    output = fused.verify(step, EngineParams(THETA))
     assert output.output_token_ids.tolist() == [[99, 40]]

@@ -7,15 +7,20 @@ import torch
 
 import clip_cases
 from clip_cases import KEPT
+from vllm_mars.kernels.budget import NO_BOUND
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.law import fused as clip_kernel
-from vllm_mars.kernels.law.naive import TOLERANCE
-from vllm_mars.kernels.ledger.naive import NO_BOUND
-from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.rows.fused import reduce_rows
+from vllm_mars.kernels.interface import (
+    EngineParams,
+    Protected,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    VerifyInputs,
+)
+from vllm_mars.kernels.row_stats.fused import reduce_rows
 from vllm_mars.kernels.rules import PRICE
-from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
+from vllm_mars.kernels.served_dist import fused as clip_kernel
+from vllm_mars.kernels.served_dist.naive import TOLERANCE
 
 # p = q = 0 behind the vocabulary and where a token is masked: the ratio is replaced.
 pytestmark = [
@@ -61,18 +66,20 @@ def clip(target, drafts, prices, temperature):
     records = Records.new(6, ids.device)
     records.value[SLOTS] = (prices * 2**16).long()
     records.rate.fill_(NO_BOUND)
-    records.most_tokens.fill_(9)
+    records.max_tokens.fill_(9)
     # Some kept tokens end a request, some are protected, and some both.
-    records.ends[:, :2] = KEPT[:2]
+    records.stop_ids[:, :2] = KEPT[:2]
     mask = torch.zeros(vocab, dtype=torch.bool)
     mask[KEPT[1:][KEPT[1:] < vocab]] = True
     zeros = ids[:6]
-    step = Step(rows, ids, 2 * torch.arange(1, 7).int(), records, SLOTS, zeros, zeros, 1)
-    sampling = Sampling(temperature, zeros.long(), drafts, DRAWN_AT * temperature)
+    step = VerifyInputs(rows, ids, 2 * torch.arange(1, 7).int(), records, SLOTS, zeros, zeros, 1)
+    sampling = SamplingTensors(temperature, zeros.long(), drafts, DRAWN_AT * temperature)
     places = torch.arange(2).repeat(6).int()
-    draws = Draws(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
-    terms = Terms(PRICE, Protected.of(mask, mask.device))
-    found = clip_kernel.clip_rows(reduce_rows(step, terms, None, draws), draws)
+    sampling_inputs = SamplingInputs(sampling, ids.long(), SLOTS.repeat_interleave(2), places)
+    engine_params = EngineParams(PRICE, Protected.of(mask, mask.device))
+    found = clip_kernel.clip_rows(
+        reduce_rows(step, engine_params, None, sampling_inputs), sampling_inputs
+    )
     return found[:12:2].clone()
 
 
@@ -118,8 +125,8 @@ def test_rows_of_one_token_and_of_no_numbers(exact):
 
 def test_nothing_is_found_of_rows_that_are_not_asked_for(monkeypatch):
     target, draft = clip_cases.rows(6, 50)
-    poison = torch.full((256, C.value.CLIPPED), -7.0)
-    monkeypatch.setattr(clip_kernel, "_kept_clipped", lambda *_: poison)
+    poison = torch.full((256, C.value.NUM_CLIP_STATS), -7.0)
+    monkeypatch.setattr(clip_kernel, "_cached_clipped", lambda *_: poison)
     temperature = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     found = clip(target, draft.expand(6, 2, 6, 50)[:, :, 0], PRICES, temperature)
     assert (found == -7.0).all(1).tolist() == (temperature[SLOTS] == 0).tolist()

@@ -14,16 +14,22 @@ import vllm.v1.worker.gpu.sample.gumbel
 from calls import tensors_of
 from compiled import TARGETS, compile_for, launches
 from vllm_mars.kernels import fused
-from vllm_mars.kernels.account import fused as beside
-from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.constraints import fused as constraints_kernel
+from vllm_mars.kernels.counters import fused as beside
+from vllm_mars.kernels.counters.table import CounterLayout
 from vllm_mars.kernels.drafted.fused import count_drafted
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.record import Records
-from vllm_mars.kernels.rows.fused import reduce_rows
+from vllm_mars.kernels.interface import (
+    CpuConstraints,
+    EngineParams,
+    Markers,
+    Protected,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    VerifyInputs,
+)
+from vllm_mars.kernels.row_stats.fused import reduce_rows
 from vllm_mars.kernels.rules import RULES
-from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
-from vllm_mars.kernels.strictness import fused as strictness_kernel
-from vllm_mars.kernels.strictness.naive import Guarded, Markers
 
 # The others are compiled at night.
 BY_DAY = "sm_90"
@@ -37,9 +43,9 @@ ids = functools.partial(torch.zeros, dtype=torch.int32)
 ROWS, ONE = ids(3), ids(1)
 RECORDS = Records.new(1, ONE.device)
 PROTECTED = Protected.of(torch.zeros(VOCAB, dtype=torch.bool), ONE.device)
-GUARD = tensors_of(Guarded.of([(0, False, ())] * 3))
-SAMPLING = Sampling(torch.ones(1), ONE.long())
-DRAWN = Sampling(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1), ONE.long())
+GUARD = tensors_of(CpuConstraints.of([(0, False, ())] * 3))
+SAMPLING = SamplingTensors(torch.ones(1), ONE.long())
+DRAWN = SamplingTensors(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1), ONE.long())
 
 
 def rows(dtype=torch.bfloat16, stride=VOCAB):
@@ -47,25 +53,34 @@ def rows(dtype=torch.bfloat16, stride=VOCAB):
 
 
 def step(logits=None, most=5):
-    return Step(rows() if logits is None else logits, ROWS, ONE, RECORDS, ONE, ONE, ONE, most)
+    return VerifyInputs(
+        rows() if logits is None else logits, ROWS, ONE, RECORDS, ONE, ONE, ONE, most
+    )
 
 
 def read(name, logits):
-    reduce_rows(step(logits), Terms(RULES[name], PROTECTED))
+    reduce_rows(step(logits), EngineParams(RULES[name], PROTECTED))
 
 
-def verify(name, sampling=None, most=5, divides=False):
-    draws = None
+def verify(name, sampling=None, most=5, apply_temperature=False):
+    sampling_inputs = None
     if sampling is not None:
-        draws = Draws(sampling, ROWS.long(), ROWS.long(), ROWS, divides=divides)
-    fused.verify(step(most=most), Terms(RULES[name], PROTECTED), GUARD, draws=draws)
+        sampling_inputs = SamplingInputs(
+            sampling, ROWS.long(), ROWS.long(), ROWS, apply_temperature=apply_temperature
+        )
+    fused.verify(
+        step(most=most),
+        EngineParams(RULES[name], PROTECTED),
+        GUARD,
+        sampling_inputs=sampling_inputs,
+    )
 
 
 def look():
     markers = Markers(ONE.long(), opening=8)
-    ring = strictness_kernel.new_ring(1, ONE.device)
-    strictness_kernel.guard_positions(
-        ring, ids(1, 9), step(), torch.ones(1), markers, 4, fills=True
+    ring = constraints_kernel.new_ring(1, ONE.device)
+    constraints_kernel.compute_constraints(
+        ring, ids(1, 9), step(), torch.ones(1), markers, 4, pads_with_last_token=True
     )
 
 
@@ -95,7 +110,7 @@ VARIANTS = {
     },
     "rows_kernel, z1 alone": call(read, "price", rows()),
     "rows_kernel, sums": call(verify, "price", SAMPLING),
-    "rows_kernel, sums, divided": call(verify, "price", SAMPLING, divides=True),
+    "rows_kernel, sums, divided": call(verify, "price", SAMPLING, apply_temperature=True),
     "rows_kernel, odd stride": call(read, "theta", rows(stride=ODD_STRIDE)),
     "accept_kernel, theta": call(verify, "theta"),
     "accept_kernel, price": call(verify, "price"),
@@ -109,14 +124,14 @@ VARIANTS = {
     "accept_kernel, sampled, drawn, 16 drafts": call(verify, "price", DRAWN, most=16),
     "clip_kernel": call(verify, "price", DRAWN),
     "clip_kernel, 16 drafts": call(verify, "price", DRAWN, most=16),
-    "clip_kernel, divided": call(verify, "price", DRAWN, divides=True),
+    "clip_kernel, divided": call(verify, "price", DRAWN, apply_temperature=True),
     "mass_kernel": call(verify, "price", DRAWN),
-    "mass_kernel, divided": call(verify, "price", DRAWN, divides=True),
+    "mass_kernel, divided": call(verify, "price", DRAWN, apply_temperature=True),
     "resample_kernel": call(verify, "price", SAMPLING),
-    "resample_kernel, divided": call(verify, "price", SAMPLING, divides=True),
+    "resample_kernel, divided": call(verify, "price", SAMPLING, apply_temperature=True),
     "resample_kernel, drawn": call(verify, "price", DRAWN),
-    "resample_kernel, drawn, divided": call(verify, "price", DRAWN, divides=True),
-    "strictness_kernel": call(look),
+    "resample_kernel, drawn, divided": call(verify, "price", DRAWN, apply_temperature=True),
+    "constraints_kernel": call(look),
     "ended_kernel": call(count_ended),
     "ratios_kernel": call(add_log_ratios),
     "count_kernel": call(count),
@@ -138,8 +153,8 @@ SPILLS = {
     for target in TARGETS
 } | {
     ("accept_kernel, sampled price", "sm_90"): 8,
-    ("strictness_kernel", "sm_90"): 16 if triton.__version__.startswith("3.6.") else 0,
-    ("strictness_kernel", "sm_100"): 8,
+    ("constraints_kernel", "sm_90"): 16 if triton.__version__.startswith("3.6.") else 0,
+    ("constraints_kernel", "sm_100"): 8,
 }
 
 
@@ -150,7 +165,7 @@ def vllms_functions():
     with mock.patch.dict(sys.modules, modules):
         # All else that it imports stays.
         del sys.modules[vllm.v1.worker.gpu.sample.gumbel.__name__]
-        sys.modules.pop("vllm_mars.kernels.draw.fused", None)
+        sys.modules.pop("vllm_mars.kernels.accept.resample", None)
         yield
 
 

@@ -10,13 +10,19 @@ import triton.language as tl
 
 from benchmarks import launcher
 from vllm_mars.kernels import fused, launch
-from vllm_mars.kernels.account.naive import Account, CounterLayout
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
+from vllm_mars.kernels.counters.table import CounterLayout
+from vllm_mars.kernels.interface import (
+    EngineParams,
+    Markers,
+    Protected,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    StepCounters,
+    VerifyInputs,
+)
 from vllm_mars.kernels.rules import RULES
-from vllm_mars.kernels.step import Draws, Sampling, Step, Terms
-from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
-from vllm_mars.kernels.strictness.naive import Markers
 
 CPU = torch.device("cpu")
 SLOTS = 5
@@ -55,12 +61,12 @@ class Steps:
             mask = torch.zeros(self.vocab, dtype=torch.bool)
             mask[: self.one_of(0, 40)] = True
             protected = Protected.of(mask, CPU)
-        self.terms = Terms(self.one_of(*RULES.values()), protected)
+        self.engine_params = EngineParams(self.one_of(*RULES.values()), protected)
         self.markers = self.one_of(None, Markers(torch.zeros(9, dtype=torch.int64), opening=8))
-        self.ngram, self.fills = self.one_of(0, 4), self.one_of(False, True)
+        self.ngram, self.pads_with_last_token = self.one_of(0, 4), self.one_of(False, True)
         self.use_fp64 = self.one_of(False, True)
         self.drafts = None
-        if not self.terms.rule.outright and self.rng.random() < 0.7:
+        if not self.engine_params.rule.outright and self.rng.random() < 0.7:
             wide = self.vocab + self.one_of(0, 0, 3, 16)
             dtype = self.one_of(*DTYPES)
             self.drafts = torch.zeros((SLOTS, self.k, wide), dtype=dtype)[..., : self.vocab]
@@ -75,23 +81,29 @@ class Steps:
         """Launches a step."""
         batch = int(self.rng.integers(1, SLOTS + 1))
         size = batch + int(self.rng.integers(0, batch * self.k + 1))
-        by_slot = self.view(SLOTS), self.view(SLOTS)
-        own = self.records, self.ids(batch), *by_slot, self.k
-        step = Step(self.rows(size), self.ids(size), self.view(batch), *own)
-        guard, draws = None, None
-        if self.markers is not None or self.ngram or self.fills:
+        request_tensors = self.view(SLOTS), self.view(SLOTS)
+        own = self.records, self.ids(batch), *request_tensors, self.k
+        step = VerifyInputs(self.rows(size), self.ids(size), self.view(batch), *own)
+        constraints, sampling_inputs = None, None
+        if self.markers is not None or self.ngram or self.pads_with_last_token:
             text = self.view(SLOTS, 64), step, torch.ones(SLOTS), self.markers
-            guard = guard_positions(new_ring(SLOTS, CPU), *text, self.ngram, self.fills)
+            constraints = compute_constraints(
+                new_ring(SLOTS, CPU), *text, self.ngram, self.pads_with_last_token
+            )
         if self.rng.random() < 0.7:
-            sampling = Sampling(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
+            sampling = SamplingTensors(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
             if self.drafts is not None:
                 seeds = self.one_of(None, torch.zeros(SLOTS, dtype=torch.int64))
-                sampling = Sampling(*sampling[:2], self.drafts, torch.ones(SLOTS), seeds)
+                sampling = SamplingTensors(*sampling[:2], self.drafts, torch.ones(SLOTS), seeds)
             by_row = self.ids(size), self.ids(size), self.ids(size)
-            draws = Draws(sampling, *by_row, self.use_fp64, self.one_of(False, True))
+            sampling_inputs = SamplingInputs(
+                sampling, *by_row, self.use_fp64, self.one_of(False, True)
+            )
         table = self.one_of(None, torch.zeros(batch, 2, self.k + 1))
-        account = Account(torch.zeros(CounterLayout(self.k).size, dtype=torch.int64), table)
-        fused.verify(step, self.terms, guard, account, draws)
+        step_counters = StepCounters(
+            torch.zeros(CounterLayout(self.k).size, dtype=torch.int64), table
+        )
+        fused.verify(step, self.engine_params, constraints, step_counters, sampling_inputs)
 
 
 def test_random_steps_launch_what_triton_would_take():
@@ -115,7 +127,7 @@ def added_kernel(out_ptr, value, number, size: tl.constexpr):
 
 def test_another_kernel_than_tritons_is_an_error():
     """Of numbers the caller need say nothing, of tensors all that differs."""
-    one = launch.variant(CPU, torch.float32)
+    one = launch.launch_cache_for(CPU, torch.float32)
     out, ids = torch.zeros(32), torch.zeros(32, dtype=torch.int32)
     with launcher.without_compiling(lambda *_: None) as compiled:
         for number, block in itertools.product((1, 2, 16, 2**40), (16, 32)):
@@ -131,7 +143,7 @@ def test_another_kernel_than_tritons_is_an_error():
 def test_tritons_launcher_and_the_hooks_of_profilers_are_told(monkeypatch):
     told = []
     hooks = triton.knobs.runtime
-    one, out = launch.variant("a profile"), torch.zeros(16)
+    one, out = launch.launch_cache_for("a profile"), torch.zeros(16)
     with launcher.without_a_driver():
         one.launch(added_kernel, (1, 1, 1), out, 0.5, 1, 16, num_warps=1)
         monkeypatch.setattr(hooks.launch_enter_hook, "calls", [lambda of: told.append(of.get())])

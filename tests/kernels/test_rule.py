@@ -13,18 +13,24 @@ from hypothesis import strategies as st
 
 import oracle
 from vllm_mars import verify_greedy
-from vllm_mars.kernels import naive
+from vllm_mars.kernels import reference
 from vllm_mars.kernels.accept import naive as accept
-from vllm_mars.kernels.account.naive import Account, CounterLayout
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.law.naive import Position
-from vllm_mars.kernels.ledger.naive import NO_BOUND, loss_rate, loss_units, price_units
-from vllm_mars.kernels.record import Records, held
-from vllm_mars.kernels.rows.naive import num_gainful, read_probabilities, read_rows
+from vllm_mars.kernels.budget import NO_BOUND, floor_units, loss_rate, price_units
+from vllm_mars.kernels.counters.table import CounterLayout
+from vllm_mars.kernels.interface import (
+    REFUSALS,
+    CpuConstraints,
+    EngineParams,
+    Protected,
+    Records,
+    StepCounters,
+    Verdict,
+    VerifyInputs,
+    encode_value,
+)
+from vllm_mars.kernels.row_stats.naive import num_extendable, read_probabilities, read_rows
 from vllm_mars.kernels.rules import PRICE, RULES
-from vllm_mars.kernels.step import Step, Terms
-from vllm_mars.kernels.strictness.naive import Guarded
-from vllm_mars.kernels.verdicts import REFUSALS, Verdict
+from vllm_mars.kernels.served_dist.naive import RowDecision
 
 NAN, INF = math.nan, math.inf
 BONUS = 3
@@ -165,7 +171,7 @@ def step_of(logits, drafts, records, slots, produced, longest):
     total = torch.zeros(len(records.lost), dtype=torch.int32)
     total[slots.long()] = torch.tensor(produced, dtype=torch.int32)
     of_step = torch.tensor(inputs, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-    return Step(rows, *of_step, records, slots, total, torch.zeros_like(total), longest)
+    return VerifyInputs(rows, *of_step, records, slots, total, torch.zeros_like(total), longest)
 
 
 def guard_of(batch):
@@ -178,7 +184,7 @@ def guard_of(batch):
     ends = np.cumsum(batch["lengths"]).tolist()
     parts = zip(ends, batch["lengths"], strict=True)
     each = ([*rows[end - length : end], (0, False, ())] for end, length in parts)
-    return Guarded.of(itertools.chain(*each))
+    return CpuConstraints.of(itertools.chain(*each))
 
 
 def step(batch):
@@ -191,13 +197,13 @@ def step(batch):
     # Slots in another order than the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
     records = Records.new(count, slots.device)
-    records.value[slots] = torch.tensor([held(rule, value) for value in batch["values"]])
+    records.value[slots] = torch.tensor([encode_value(rule, value) for value in batch["values"]])
     records.rate[slots] = torch.tensor([loss_rate(rate) for rate in rates])
-    records.lost[slots] = torch.tensor([loss_units(nats) for nats in lost])
+    records.lost[slots] = torch.tensor([floor_units(nats) for nats in lost])
     most = [n + 1 + room for n, room in zip(produced, batch["rooms"], strict=True)]
-    records.most_tokens[slots] = torch.tensor(most)
+    records.max_tokens[slots] = torch.tensor(most)
     ends = torch.tensor([[*own, -1, -1][:2] for own in batch["ends"]])
-    records.ends[slots, :2] = ends
+    records.stop_ids[slots, :2] = ends
     lengths = np.cumsum(batch["lengths"]) - batch["lengths"]
     drafts = [
         batch["drafts"][begin : begin + length]
@@ -205,7 +211,7 @@ def step(batch):
     ]
     protected = Protected.of(mask, mask.device)
     given = step_of(logits, drafts, records, slots, produced, LONGEST)
-    return given, logits, Terms(rule, protected)
+    return given, logits, EngineParams(rule, protected)
 
 
 def requests_of(batch, logits):
@@ -234,17 +240,17 @@ def requests_of(batch, logits):
 def an_account(batch):
     counts = torch.zeros(COUNTED.size, dtype=torch.int64)
     table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
-    return Account(counts, table)
+    return StepCounters(counts, table)
 
 
 @settings(max_examples=500, deadline=None)
 @given(batch=batches())
 def test_greedy_requests_are_verified_as_the_oracle_says(batch):
     own_step, logits, rule = step(batch)
-    account = an_account(batch)
+    step_counters = an_account(batch)
     before = own_step.records.lost.clone()
-    bonus, guard = torch.tensor(batch["bonus"]), guard_of(batch)
-    output = naive.verify(own_step, rule, guard, account, bonus=bonus)
+    bonus, constraints = torch.tensor(batch["bonus"]), guard_of(batch)
+    output = reference.verify(own_step, rule, constraints, step_counters, bonus=bonus)
     counts = np.zeros(COUNTED.size, dtype=np.int64)
     for i, rows, what in requests_of(batch, logits):
         expected = oracle.verify(rows, bonus=batch["bonus"][i], **what)
@@ -260,7 +266,7 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
         is_relaxable = what["theta"] < 1
         if batch["rule"] == "price":
             is_relaxable = price_units(batch["values"][i]) > 0
-        gainful = oracle.num_gainful(what["drafts"], what["ends"], what["room"])
+        gainful = oracle.num_extendable(what["drafts"], what["ends"], what["room"])
         last = min(expected.accepted, gainful)
         for offset, verdict in enumerate(expected.verdicts[: last + 1]):
             draft, is_relaxed = what["drafts"][offset], verdict == Verdict.RELAXED
@@ -273,37 +279,39 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
                 counts[COUNTED.relaxed][offset] += is_relaxed
             if verdict in REFUSALS:
                 counts[COUNTED.refused][REFUSALS.index(verdict)] += 1
-        np.testing.assert_allclose(account.table[i, 0].tolist(), told)
+        np.testing.assert_allclose(step_counters.table[i, 0].tolist(), told)
         counts[COUNTED.lost] += int(expected.loss * 2**16)
         counts[COUNTED.drift_up] += int(expected.loss * 2**16)
         counts[COUNTED.gained] += expected.relaxed * 2**16
-    assert account.counts.tolist() == counts.tolist()
+    assert step_counters.counts.tolist() == counts.tolist()
 
 
-class All(accept.Chance):
+class All(accept.CpuSamplingInputs):
     """Accepts what can be accepted."""
 
     def accepts(self, _, probability):
         return probability > 0
 
-    def draws(self, *_):
+    def sample_token(self, *_):
         return 0
 
 
-def decided(own_step, terms, guard):
+def decided(own_step, engine_params, constraints):
     """What is decided of each request of a step in which all sample, and what it may lose."""
     temperature = [1.0] * len(own_step.slots)
-    rows = read_rows(own_step, terms, guard, temperature)
-    chance = All(torch.tensor(temperature), np.zeros(0))
+    rows = read_rows(own_step, engine_params, constraints, temperature)
+    sampling_inputs = All(torch.tensor(temperature), np.zeros(0))
     begins = [0, *own_step.cu_num_logits.tolist()]
-    for place, allowed in enumerate(accept.allowances(own_step)):
+    for place, allowed in enumerate(accept.loss_budgets(own_step)):
         begin, end = begins[place], begins[place + 1] - 1
-        followers = guard.followers[begin:end] if guard else ()
-        own = accept.SampledDraft(own_step, terms, chance, place, begin, end, followers)
+        followers = constraints.followers[begin:end] if constraints else ()
+        own = accept.SampledDraft(
+            own_step, engine_params, sampling_inputs, place, begin, end, followers
+        )
         own.read(slice(None))
-        read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
-        gainful = num_gainful(read, own.begin, own.end, allowed)
-        yield terms.rule.plain.sampled(read, own.begin, own.end, allowed), gainful
+        read = read_probabilities(rows, own.begin, own.z, own.p, own.preserved)
+        gainful = num_extendable(read, own.begin, own.end, allowed)
+        yield engine_params.rule.plain.sampled(read, own.begin, own.end, allowed), gainful
 
 
 @settings(max_examples=400, deadline=None)
@@ -311,15 +319,15 @@ def decided(own_step, terms, guard):
 def test_requests_that_sample_are_served_what_the_formulas_say(batch):
     """Verdict, distribution, loss and gain of each position."""
     own_step, logits, rule = step(batch)
-    guard = guard_of(batch)
+    constraints = guard_of(batch)
     before, wanted = own_step.records.lost.clone(), []
-    found_of = decided(own_step, rule, guard)
+    found_of = decided(own_step, rule, constraints)
     asked = requests_of(batch, logits)
     for (positions, gainful), (_, rows, what) in zip(found_of, asked, strict=True):
         price, nats, spent = what["price"], what["nats"], 0
         protected = what["protected"] | what["ends"]
         kept_at = [protected | listed for listed in what["listed"]]
-        assert gainful == oracle.num_gainful(what["drafts"], what["ends"], what["room"])
+        assert gainful == oracle.num_extendable(what["drafts"], what["ends"], what["room"])
         looks_at = [
             {x} if price is not None else {x, oracle.argmax(row)}
             for row, x in zip(rows, what["drafts"], strict=True)
@@ -337,7 +345,7 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
             lost += found.loss * (is_reached and j <= gainful)
             if draft < 0 or not p[draft] > 0:
                 # Left as it is, to be rejected.
-                assert found == Position(Verdict.NONE)
+                assert found == RowDecision(Verdict.NONE)
                 is_reached = False
                 continue
             left = INF
@@ -369,9 +377,9 @@ def test_requests_that_sample_are_served_what_the_formulas_say(batch):
             spent += found.loss
         wanted.append(lost)
     # Behind the answer's last token, and the first that is rejected, nothing counts.
-    naive.verify(
-        *(own_step, rule, guard),
-        chance=All(torch.ones(len(wanted)), np.zeros(0)),
+    reference.verify(
+        *(own_step, rule, constraints),
+        sampling_inputs=All(torch.ones(len(wanted)), np.zeros(0)),
         bonus=torch.zeros(len(wanted)),
     )
     assert (own_step.records.lost - before)[own_step.slots.long()].tolist() == wanted
@@ -401,11 +409,11 @@ def test_sampled_by_hand(name):
     rows, drafts, biases, accepted = SAMPLED[name]
     logits = torch.tensor(rows) if rows else torch.zeros(0, 2)
     records = Records.new(1, logits.device)
-    records.value.fill_(held(PRICE, LN2))
+    records.value.fill_(encode_value(PRICE, LN2))
     records.rate.fill_(NO_BOUND)
-    records.most_tokens.fill_(99)
+    records.max_tokens.fill_(99)
     own = step_of(logits, [drafts], records, torch.zeros(1, dtype=torch.int32), [0], len(rows))
-    ((positions, _),) = decided(own, Terms(PRICE), None)
+    ((positions, _),) = decided(own, EngineParams(PRICE), None)
     assert [position.bias for position in positions] == pytest.approx(biases, abs=1e-4)
     p = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
     m = [x * math.exp(of.bias - of.log_z) for x, of in zip(p, positions, strict=True)]
@@ -426,7 +434,7 @@ def test_without_a_price_nothing_is_added(batch):
     batch |= {"values": [0.0] * len(batch["lengths"])}
     own_step, _, rule = step(batch)
     for positions, _ in decided(own_step, rule, guard_of(batch)):
-        assert all(position == Position(Verdict.NONE) for position in positions)
+        assert all(position == RowDecision(Verdict.NONE) for position in positions)
 
 
 def run(batch, rule, value):
@@ -449,7 +457,8 @@ def run(batch, rule, value):
 def test_acceptance_grows_from_strict_to_loose(batch, data):
     rule = batch["rule"]
     tight, loose = sorted(
-        (data.draw(VALUES[rule]) for _ in range(2)), key=functools.partial(held, RULES[rule])
+        (data.draw(VALUES[rule]) for _ in range(2)),
+        key=functools.partial(encode_value, RULES[rule]),
     )
     strict = run(batch, "theta", 1.0)
     assert not strict.num_relaxed.any()

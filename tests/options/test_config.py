@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_mars import MarsConfig
-from vllm_mars.hooks.pickled import TravellingOptions
+from vllm_mars.hooks.pickled import PickledConfig
 from vllm_mars.kernels.rules import PRICE
 from vllm_mars.options.config import config_of, lossy_reason, split_speculative_config
 from vllm_mars.options.lock import check_lock
@@ -188,7 +188,7 @@ def test_the_guard_is_on_with_a_price(options, ngram):
 
 def test_the_lock_is_looked_at_whenever_options_are_read(monkeypatch):
     config = MarsConfig(theta=0.7)
-    carrying = SimpleNamespace(additional_config={"mars": TravellingOptions(config)})
+    carrying = SimpleNamespace(additional_config={"mars": PickledConfig(config)})
     assert config_of(SimpleNamespace(additional_config={})) is None
     assert config_of(carrying) is config
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")

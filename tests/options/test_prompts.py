@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from engines import resolved
-from vllm_mars.kernels.strictness.naive import THINKING, Sections
+from vllm_mars.kernels.constraints.markers import THINKING, MarkerTracker
 
 
 class Family(NamedTuple):
@@ -138,12 +138,14 @@ def test_a_message_ends_as_the_template_ends_it(name, model):
     thinking = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     config = options_for(model, (start, end), reasoning_config=thinking)
     assert set(config.turns) == {*tokenizer.convert_tokens_to_ids(list(ends))}
-    walk = Sections(config)
+    walk = MarkerTracker(config)
 
     def begun(chat, answer=""):
         form = {"tokenize": False, "add_generation_prompt": True}
         text = tokenizer.apply_chat_template(chat, **form) + answer
-        return walk.begin(tokenizer(text, add_special_tokens=False).input_ids) % (2 * THINKING)
+        return walk.initial_state(tokenizer(text, add_special_tokens=False).input_ids) % (
+            2 * THINKING
+        )
 
     fresh = begun(CHAT)
     assert fresh == THINKING * ("<think>" in template.rpartition("add_generation_prompt")[2])

@@ -15,20 +15,20 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_mars import MarsConfig
 from vllm_mars.hooks.arguments import check_request
-from vllm_mars.hooks.pickled import TravellingOptions
-from vllm_mars.kernels.ledger.naive import (
-    MOST_LOSS,
-    MOST_PRICE_UNITS,
+from vllm_mars.hooks.pickled import PickledConfig
+from vllm_mars.kernels.budget import (
+    MAX_LOSS,
+    MAX_PRICE_UNITS,
     NO_BOUND,
     NO_LIMIT,
+    floor_units,
     loss_rate,
-    loss_units,
     price_units,
 )
-from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, Records, held
+from vllm_mars.kernels.constraints.markers import IN_ANSWER, IN_THINKING
+from vllm_mars.kernels.interface import MAX_STOP_IDS, RECORD_SIZE, Column, Records, encode_value
 from vllm_mars.kernels.rules import PRICE as PRICE_RULE
 from vllm_mars.kernels.rules import RULES
-from vllm_mars.kernels.strictness.naive import IN_ANSWER, IN_THINKING
 from vllm_mars.options import config as config_module
 from vllm_mars.options import requests
 from vllm_mars.options.config import (
@@ -67,7 +67,7 @@ def record_of(request, config, *own):
 
 def served_with(config):
     """As much of vLLM's config as carries the options."""
-    return SimpleNamespace(additional_config={"mars": TravellingOptions(config)})
+    return SimpleNamespace(additional_config={"mars": PickledConfig(config)})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "is_drawn", "expected"),
+    ("temperature", "is_probabilistic", "expected"),
     [
         (0, True, FIXED_PRICE),
         (1, False, FIXED_PRICE),
@@ -203,14 +203,14 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
         (0.25, True, 2 * DRAWN_PRICE),
     ],
 )
-def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_drawn, expected):
+def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_probabilistic, expected):
     """Four times the bound, or a quarter of the temperature, is twice the price."""
 
     def price(**own):
         request = params(**own)
         request.temperature = temperature
         server = MarsConfig(max_loss=0.04)
-        return record_of(request, server, is_drawn, 99)[Column.VALUE] / 2**16
+        return record_of(request, server, is_probabilistic, 99)[Column.VALUE] / 2**16
 
     assert price() == pytest.approx(expected * 0.2, abs=2**-15)
     assert price(mars_max_loss=0.01) == pytest.approx(price() / 2, abs=2**-15)
@@ -238,7 +238,7 @@ def test_a_bound_of_0_is_strict(config):
     assert not server.lossy and not server.clients_may_relax
     assert options_of(params(), server) == strict
     record = record_of(params(), server, False, 99)
-    assert record[: Column.MOST_TOKENS] == [0, 0, 0]
+    assert record[: Column.MAX_TOKENS] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,9 @@ NAMES = [f"mars_{field.name}" for field in dataclasses.fields(MarsConfig)]
     st.booleans(),
     st.booleans(),
 )
-def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_greedy, is_drawn):
+def test_a_record_holds_whatever_a_request_asks_for(
+    server, own, produced, is_greedy, is_probabilistic
+):
     from vllm.exceptions import VLLMValidationError
 
     mars = {"rejection_sample_method": "mars"}
@@ -303,10 +305,10 @@ def test_a_record_holds_whatever_a_request_asks_for(server, own, produced, is_gr
         # Behind a front end that checks nothing it goes on nevertheless.
         assert len(str(error)) < 1000
     request.temperature = float(not is_greedy)
-    record = record_of(request, config, is_drawn, 2**20, produced)
-    value, rate, lost = record[: Column.MOST_TOKENS]
+    record = record_of(request, config, is_probabilistic, 2**20, produced)
+    value, rate, lost = record[: Column.MAX_TOKENS]
     loosest = 0 if config.rule.strict else config.rule.most
-    assert 0 <= value <= held(config.rule, loosest) and 0 <= rate <= NO_BOUND
+    assert 0 <= value <= encode_value(config.rule, loosest) and 0 <= rate <= NO_BOUND
     assert 0 <= lost <= NO_LIMIT
     # What the record cannot hold raises.
     torch.tensor(record, dtype=torch.int64)
@@ -326,18 +328,18 @@ def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatc
 
 
 def test_no_option_is_more_than_the_kernels_hold():
-    assert price_units(PRICE_RULE.most) == MOST_PRICE_UNITS
+    assert price_units(PRICE_RULE.most) == MAX_PRICE_UNITS
     assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
-    assert MOST_ENDS == RECORD_SIZE - Column.ENDS
+    assert MAX_STOP_IDS == RECORD_SIZE - Column.STOP_IDS
     for units, most in (
-        (price_units, MOST_PRICE_UNITS),
-        (loss_units, MOST_LOSS),
+        (price_units, MAX_PRICE_UNITS),
+        (floor_units, MAX_LOSS),
         (loss_rate, NO_BOUND - 1),
     ):
         for value in (1e39, 1e308, 10**400):
             assert units(value) == most
         assert [units(value) for value in (-1, -math.inf, math.nan)] == [0, 0, 0]
-    assert price_units(math.inf) == MOST_PRICE_UNITS and loss_rate(math.inf) == NO_BOUND
+    assert price_units(math.inf) == MAX_PRICE_UNITS and loss_rate(math.inf) == NO_BOUND
 
 
 def test_the_lock_holds_for_requests(monkeypatch):
@@ -369,7 +371,7 @@ def test_structured_output():
 
 
 def test_a_request_with_more_ends_than_a_record_holds_is_strict():
-    for number, strict in ((MOST_ENDS - 1, False), (MOST_ENDS, True)):
+    for number, strict in ((MAX_STOP_IDS - 1, False), (MAX_STOP_IDS, True)):
         request = SamplingParams(stop_token_ids=[*range(number)])
         told = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.5}
         assert in_force(options_of(request, PRICE), PRICE) == told

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 from vllm_mars import MarsConfig
 from vllm_mars.hooks.patches import patch_chat
-from vllm_mars.hooks.pickled import TravellingOptions
+from vllm_mars.hooks.pickled import PickledConfig
 from vllm_mars.report.carrier import FIELD
 
 
@@ -16,7 +16,7 @@ def test_reports_come_beside_a_plugin_that_hides_parameters():
     class Serving:
         engine_client = SimpleNamespace(
             vllm_config=SimpleNamespace(
-                additional_config={"mars": TravellingOptions(MarsConfig(theta=0.9))}
+                additional_config={"mars": PickledConfig(MarsConfig(theta=0.9))}
             )
         )
 

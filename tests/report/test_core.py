@@ -11,8 +11,8 @@ from counts import COUNTS, LAYOUT
 from vllm_mars import MarsConfig
 from vllm_mars.report.answers import collect_rows
 from vllm_mars.report.carrier import StepReport, declare_fields, found_on, put
-from vllm_mars.report.core import pass_on
-from vllm_mars.report.metrics import read_on
+from vllm_mars.report.core import forward_reports
+from vllm_mars.report.metrics import drain_counts
 
 NAN = float("nan")
 declare_fields(stats)
@@ -26,7 +26,7 @@ class Scheduler:
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=3)
         )
-        pass_on(self, MarsConfig(theta=0.9))
+        forward_reports(self, MarsConfig(theta=0.9))
 
     def add_request(self, request):
         self.requests.setdefault(request.request_id, request)
@@ -185,7 +185,7 @@ def test_an_llm_reads_until_its_engine_is_idle():
         engine_core=client,
         has_unfinished_requests=lambda: False,
     )
-    read_on(engine, MarsConfig())
+    drain_counts(engine, MarsConfig())
     assert not engine.has_unfinished_requests()
     for scheduler.left in (1, 2, 5):
         steps = scheduler.left

@@ -27,7 +27,7 @@ from counts import (
     page_queries,
 )
 from vllm_mars import __version__
-from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, CounterLayout
+from vllm_mars.kernels.counters.table import BUCKETS, COUNTERS, CounterLayout
 from vllm_mars.models.drafts import NGRAM_CONFIG
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.report import metrics
@@ -68,7 +68,7 @@ def test_a_server_that_is_lossy_for_who_asks():
 
 OBSERVE = """
 import json, sys
-from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.counters.naive import CounterLayout
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.report.metrics import MarsProm
 counts = json.loads(sys.argv[1])

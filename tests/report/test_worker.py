@@ -41,7 +41,7 @@ class Runner:
 def attached(runner):
     """Reports that leave with the runner's outputs."""
     reports = StepReports(Counters(LAYOUT.num_speculative_tokens, torch.device("cpu")))
-    reports.leave_with_outputs(runner)
+    reports.attach_to_runner(runner)
     return reports
 
 
@@ -93,7 +93,7 @@ def test_of_other_ranks_only_an_external_launchers_are_read(on_rank, backend):
     runner = Runner(backend)
     reports = attached(runner)
     if backend is None:
-        reports.account(1, torch.device("meta"), {0: "a"})
+        reports.step_counters(1, torch.device("meta"), {0: "a"})
         # It would need an accelerator.
         reports.copy_to_host()
     runner.sampled = runner_output()
@@ -126,7 +126,7 @@ def test_a_report_waits_for_its_copy_in_an_asynchronous_output(on_rank):
     table = torch.tensor([[[0.5, 1.0], [0.0, 0.25]], [[2.0, 3.0], [4.0, 5.0]]])
 
     def sample(grammar_output):
-        reports.account(2, torch.device("cpu"), {1: "a"})
+        reports.step_counters(2, torch.device("cpu"), {1: "a"})
         (asked,) = reports.asked
         reports.asked[:] = [asked._replace(copy=(table, event))]
         reports.counters.device_counts += torch.tensor(COUNTS)
@@ -134,7 +134,7 @@ def test_a_report_waits_for_its_copy_in_an_asynchronous_output(on_rank):
 
     runner = Runner()
     runner.sample_tokens, runner.sampled = sample, Output()
-    reports.leave_with_outputs(runner)
+    reports.attach_to_runner(runner)
     output = runner.sample_tokens(None)
     assert not waits
     assert found_on(output.get_output()) == StepReport(COUNTS, {"a": [[2.0, 4.0], [3.0, 5.0]]})

@@ -18,7 +18,7 @@ import workload
 from engines import counters, engine_in_process
 from promise import check_promise, first_choices
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.strictness.naive import THINKING, Sections
+from vllm_mars.kernels.constraints.markers import THINKING, MarkerTracker
 
 pytestmark = pytest.mark.engine
 
@@ -254,10 +254,10 @@ def test_nothing_is_relaxed_inside_a_span(models, engine, loose_and_strict):
         assert running.metrics("vllm:prefix_cache_hits")[()] > 0
         refused = running.metrics("vllm:mars_refused_positions")["span",]
     assert refused > 0
-    walk = Sections(MarsConfig(theta=0.01, strict_spans=spans, turns=(2,)))
+    walk = MarkerTracker(MarsConfig(theta=0.01, strict_spans=spans, turns=(2,)))
     inside = relaxed = 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        state = walk.begin(prompt)
+        state = walk.initial_state(prompt)
         for position, token in enumerate(output.token_ids):
             is_relaxed = position in returned(output)["relaxed_positions"]
             inside += walk.is_strict(state)
@@ -285,13 +285,13 @@ def test_nothing_is_relaxed_outside_the_scope(models, engine, loose_and_strict):
     markers = {"reasoning_start_str": f"w{start}", "reasoning_end_str": f"w{end}"}
     # Behind what stands between turns the last prompt begins the thinking for the answer.
     prompts = [*PROMPTS[:3], [31, 2, start]]
-    walk = Sections(MarsConfig(theta=0.01, thinking_start=start, thinking_end=end, turns=(2,)))
+    walk = MarkerTracker(MarsConfig(theta=0.01, thinking_start=start, thinking_end=end, turns=(2,)))
 
     def check(scope, outputs):
         outside = relaxed = 0
         for prompt, output in zip(prompts, outputs, strict=True):
             assert returned(output)["scope"] == scope
-            state, where = walk.begin(prompt), returned(output)["relaxed_positions"]
+            state, where = walk.initial_state(prompt), returned(output)["relaxed_positions"]
             for position, token in enumerate(output.token_ids):
                 is_outside = bool(state & THINKING) != (scope == "thinking")
                 outside += is_outside

@@ -257,7 +257,7 @@ def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch,
     """Its logit is the only one; a draw says no all the same."""
     logits = torch.tensor([[-torch.inf, 9.0, -torch.inf], [0.0, 9.0, 0.0]])
     metadata = metadata_of([[1]])
-    monkeypatch.setattr(accept.Chance, "accepts", lambda *_: False)
+    monkeypatch.setattr(accept.CpuSamplingInputs, "accepts", lambda *_: False)
     for price in (0.0, 1.0):
         sampler = mars_sampler(MarsConfig(price=price, strict_opening=0))
         output = sampler(metadata, draft_probs, logits.clone(), sampling([1.0], drafts=[[1]]))
@@ -266,8 +266,10 @@ def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch,
 
 def test_one_random_number_draws_a_token_by_its_weight():
     weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0])
-    chance = accept.Chance(torch.ones(1), None, None, {0: torch.Generator().manual_seed(0)})
-    drawn = torch.tensor([chance.draws(0, weights) for _ in range(4_000)])
+    sampling_inputs = accept.CpuSamplingInputs(
+        torch.ones(1), None, None, {0: torch.Generator().manual_seed(0)}
+    )
+    drawn = torch.tensor([sampling_inputs.sample_token(0, weights) for _ in range(4_000)])
     assert set(drawn.tolist()) == {1, 3}
     # Of a standard deviation of 0.007.
     assert abs((drawn == 3).float().mean() - 0.75) < 0.03

@@ -24,8 +24,8 @@ TEMPERATURES = (0.7, 0.0, 1.3, 1.0)
 STRICT, LOSSY = MarsConfig(price=0), MarsConfig(max_loss=0.5, strict_opening=0)
 
 
-def made(is_drawn, own, dtype=torch.bfloat16):
-    step = step_of(Shape(0.7, is_drawn, BATCH, K, VOCAB), torch.device("cpu"), own)
+def made(is_probabilistic, own, dtype=torch.bfloat16):
+    step = step_of(Shape(0.7, is_probabilistic, BATCH, K, VOCAB), torch.device("cpu"), own)
     step.logits = step.logits.to(dtype)
     # What a grammar leaves.
     step.logits[3, 9:] = -torch.inf
@@ -53,9 +53,9 @@ def processed(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_strict_requests_get_vllms_tokens(processed, is_drawn):
-    step = made(is_drawn, params())
+@pytest.mark.parametrize("is_probabilistic", [False, True])
+def test_strict_requests_get_vllms_tokens(processed, is_probabilistic):
+    step = made(is_probabilistic, params())
     if not is_repeated(step):
         pytest.skip("vLLM 0.32 verifies drawn drafts with other numbers")
     expected = tokens_of(step.verification(step.strict_method))
@@ -64,29 +64,29 @@ def test_strict_requests_get_vllms_tokens(processed, is_drawn):
     assert len(processed) == 1
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_lossy_requests_get_those_of_divided_logits(processed, is_drawn):
+@pytest.mark.parametrize("is_probabilistic", [False, True])
+def test_lossy_requests_get_those_of_divided_logits(processed, is_probabilistic):
     """Bit for bit of float32, whose sums are made in one order."""
-    step, found = made(is_drawn, params(), torch.float32), []
-    for divides in (True, False):
+    step, found = made(is_probabilistic, params(), torch.float32), []
+    for apply_temperature in (True, False):
         verify = step.verification(LOSSY)
         verifier = verify.func.__self__
-        assert verifier.divides
-        verifier.divides = divides
+        assert verifier.apply_temperature
+        verifier.apply_temperature = apply_temperature
         tokens = tokens_of(verify)
         kept = verifier.requests.records.table, verifier.reports.counters.device_counts
         found.append((tokens, *kept))
-        assert len(processed) == (not divides)
+        assert len(processed) == (not apply_temperature)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert verifier.requests.records.lost.any()
 
 
 def test_of_16_bits_they_get_those_but_for_rounding(processed):
     step, lost = made(True, params()), []
-    for divides in (True, False):
+    for apply_temperature in (True, False):
         verify = step.verification(LOSSY)
         verifier = verify.func.__self__
-        verifier.divides = divides
+        verifier.apply_temperature = apply_temperature
         lost.append((tokens_of(verify), verifier.requests.records.lost.float()))
     assert torch.equal(lost[0][0], lost[1][0])
     assert torch.allclose(lost[0][1], lost[1][1], rtol=1e-3)
@@ -121,11 +121,11 @@ def test_a_processor_of_somebody_else_is_asked(processed):
     step = made(False, params())
     verifier = step.verification(STRICT).func.__self__
     sampler = verifier.sampler
-    own = sampler, step.spec_config("standard"), torch.device("cpu"), verifier.terms
+    own = sampler, step.spec_config("standard"), torch.device("cpu"), verifier.engine_params
     own = *own, verifier.reports, verifier.requests
-    assert MarsRejectionSamplerV2(*own).divides
+    assert MarsRejectionSamplerV2(*own).apply_temperature
     sampler.logits_processors.append(Other())
-    assert not MarsRejectionSamplerV2(*own).divides
+    assert not MarsRejectionSamplerV2(*own).apply_temperature
     del sampler.logits_processors[-1]
     sampler.logprobs_mode = "processed_logprobs"
-    assert not MarsRejectionSamplerV2(*own).divides
+    assert not MarsRejectionSamplerV2(*own).apply_temperature

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_mars.functions.verify import ID_DTYPES, check_tensor, verify_greedy
-from vllm_mars.kernels.ledger.naive import MOST_LOSS, price_units
+from vllm_mars.kernels.budget import MAX_LOSS, price_units
 from vllm_mars.kernels.rules import PRICE, THETA, Rule
 from vllm_mars.options.config import check_value
 
@@ -153,8 +153,8 @@ def _key(path: list[int], losses: list[int], prefer: str, price: float | None) -
     if price is None and prefer == "draft":
         return *path, MOST_NODES
     if price is None and prefer == "target":
-        return *((losses[node], node) for node in path), (MOST_LOSS + 1, 0)
+        return *((losses[node], node) for node in path), (MAX_LOSS + 1, 0)
     paid = [losses[node] for node in path if losses[node] != STRICT]
     # "longest" is a price that no path can lose.
-    each = 2 * MOST_NODES * MOST_LOSS if price is None else price_units(price)
+    each = 2 * MOST_NODES * MAX_LOSS if price is None else price_units(price)
     return sum(paid) - each * len(path), len(paid), -len(path)

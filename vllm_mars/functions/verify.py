@@ -4,11 +4,9 @@ from typing import Any
 
 import torch
 
-from vllm_mars.kernels.kept.naive import Protected
-from vllm_mars.kernels.ledger.naive import NO_BOUND
-from vllm_mars.kernels.record import Records
+from vllm_mars.kernels.budget import NO_BOUND
+from vllm_mars.kernels.interface import EngineParams, Protected, Records, VerifyInputs, VerifyOutput
 from vllm_mars.kernels.rules import RULES, Rule
-from vllm_mars.kernels.step import Step, Terms, VerifyOutput
 from vllm_mars.options.config import check_value
 
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,26 +138,26 @@ def verify_greedy(
     records = Records.new(batch, device)
     records.write_values(rule, value)
     records.rate.fill_(NO_BOUND)
-    records.most_tokens.fill_(2**31 - 1)
+    records.max_tokens.fill_(2**31 - 1)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
     # Greedy requests look at the mask alone.
-    kept = None if protected is None else Protected(protected, slots[:0], 0)
-    terms = Terms(rule, kept)
+    preserved = None if protected is None else Protected(protected, slots[:0], 0)
+    engine_params = EngineParams(rule, preserved)
     # A request's rows follow those of the requests before it, each with one behind its draft.
-    places = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
-    rows = places + torch.searchsorted(ends, places, right=True)
+    positions = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
+    rows = positions + torch.searchsorted(ends, positions, right=True)
     none = torch.zeros_like(slots)
     # The input of a request's first row is no draft token.
     inputs = ids.new_full((logits.shape[0],), -1)
     inputs[rows + 1] = ids
-    step = Step(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
+    step = VerifyInputs(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
     if device.type == "cpu":
-        from vllm_mars.kernels import naive
+        from vllm_mars.kernels import reference
 
-        return naive.verify(step, terms)
+        return reference.verify(step, engine_params)
     from vllm_mars.kernels import fused
 
-    output = fused.verify(step, terms)
+    output = fused.verify(step, engine_params)
     return output._replace(output_token_ids=output.output_token_ids.int())
 
 

@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_mars.hooks.compat import check_interfaces
-from vllm_mars.hooks.pickled import TravellingOptions
+from vllm_mars.hooks.pickled import PickledConfig
 from vllm_mars.options.config import (
     CONFIG_KEY,
     MarsConfig,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PROBABILISTIC = "probabilistic"
 
 
-def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
+def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
     """Moves this project's options from the speculative config to `additional_config`.
 
     Args:
@@ -66,11 +66,11 @@ def take_options(engine_args: Any, model_config: "ModelConfig") -> None:
     engine_args.speculative_config = speculative_config
     engine_args.additional_config = {
         **engine_args.additional_config,
-        CONFIG_KEY: TravellingOptions(config),
+        CONFIG_KEY: PickledConfig(config),
     }
 
 
-def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
+def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
     """Has drafts drawn where they can be and the user has not said how, and logs how they are.
 
     Such drafts verification accepts more of, at the same loss, where requests sample. Which method
@@ -78,7 +78,7 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
     `--spec-method`.
 
     Args:
-        engine_args: vLLM's `EngineArgs`, after `take_options`.
+        engine_args: vLLM's `EngineArgs`, after `extract_config`.
         speculative_config: what vLLM has made of them.
 
     Raises:
@@ -97,21 +97,21 @@ def settle_drafts(engine_args: Any, speculative_config: "SpeculativeConfig") -> 
     if is_drawable and not config.rule.outright and "draft_sample_method" not in named:
         # Also in what a second configuration of this engine would be made of.
         named["draft_sample_method"] = speculative_config.draft_sample_method = _PROBABILISTIC
-    is_drawn = speculative_config.draft_sample_method == _PROBABILISTIC
-    if not is_drawn and config.draft_temperature is not None:
+    is_probabilistic = speculative_config.draft_sample_method == _PROBABILISTIC
+    if not is_probabilistic and config.draft_temperature is not None:
         raise ValueError(
             f"mars_draft_temperature={config.draft_temperature} is given, but drafts are fixed; "
             "draft with a head or a draft model and mars_max_loss or mars_price, without "
             '"draft_sample_method": "greedy", or drop the option.'
         )
     # vLLM verifies them against logits that nobody has written.
-    if is_drawn and drafts_first_choices(speculative_config):
+    if is_probabilistic and drafts_first_choices(speculative_config):
         raise ValueError(
             "draft_sample_method='probabilistic' is given, but XPress drafts first choices; drop "
             "the option."
         )
     how = "fixed"
-    if is_drawn:
+    if is_probabilistic:
         how = 'probabilistic where requests sample ("draft_sample_method": "greedy" fixes them)'
     elif is_drawable and not config.rule.outright:
         how = (

@@ -86,11 +86,11 @@ def patch_engine_args(module: ModuleType) -> None:
     def create_speculative_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if instance.speculative_config is None:
             return wrapped(*args, **kwargs)
-        from vllm_mars.hooks.arguments import settle_drafts, take_options
+        from vllm_mars.hooks.arguments import extract_config, resolve_draft_sampling
 
-        take_options(instance, kwargs.get("target_model_config") or args[0])
+        extract_config(instance, kwargs.get("target_model_config") or args[0])
         speculative_config = wrapped(*args, **kwargs)
-        settle_drafts(instance, speculative_config)
+        resolve_draft_sampling(instance, speculative_config)
         return speculative_config
 
 
@@ -163,8 +163,8 @@ def patch_scheduler(module: ModuleType) -> None:
         module,
         "Scheduler.__init__",
         "vllm_mars.hooks.grammar:keep_forbidden_drafts",
-        "vllm_mars.report.core:pass_on",
-        "vllm_mars.options.prompts:hold_strict",
+        "vllm_mars.report.core:forward_reports",
+        "vllm_mars.options.prompts:flag_unknown_prompts",
         needs="engine core",
     )
 
@@ -185,7 +185,7 @@ def patch_stats(module: ModuleType) -> None:
 @_once
 def patch_llm_engine(module: ModuleType) -> None:
     """Has an `LLM` read all counts."""
-    _after(module, "LLMEngine.__init__", "vllm_mars.report.metrics:read_on")
+    _after(module, "LLMEngine.__init__", "vllm_mars.report.metrics:drain_counts")
 
 
 # Why: vLLM sends a request's metrics with its last tokens, after a stop string has ended it.
@@ -198,17 +198,17 @@ def patch_output_processor(module: ModuleType) -> None:
     collect_rows(module.RequestState)
 
 
-def _tell(module: ModuleType, method: str) -> None:
+def _attach_reports(module: ModuleType, method: str) -> None:
     """Adds the reports that requests ask for to what a method answers."""
     from vllm_mars.hooks.compat import NEEDED
 
     names = NEEDED["API server"][f"{module.__name__}:{method}"].split(", ")
 
     @wrapt.patch_function_wrapper(module, method)
-    def answer_and_tell(*call: Any) -> Any:
-        from vllm_mars.report.answers import tell
+    def answer_and_attach(*call: Any) -> Any:
+        from vllm_mars.report.answers import attach_reports
 
-        return tell(names, *call)
+        return attach_reports(names, *call)
 
 
 # Why: vLLM's response has one place for metrics, and leaves it out where there are several choices.
@@ -225,15 +225,15 @@ def patch_chat(module: ModuleType) -> None:
 
             check_interfaces("API server")
 
-    _tell(module, "OpenAIServingChat.chat_completion_full_generator")
-    _tell(module, "OpenAIServingChat.chat_completion_stream_generator")
+    _attach_reports(module, "OpenAIServingChat.chat_completion_full_generator")
+    _attach_reports(module, "OpenAIServingChat.chat_completion_stream_generator")
 
 
 @_once
 def patch_completions(module: ModuleType) -> None:
     """Adds the reports to completions."""
-    _tell(module, "OpenAIServingCompletion.request_output_to_completion_response")
-    _tell(module, "OpenAIServingCompletion.completion_stream_generator")
+    _attach_reports(module, "OpenAIServingCompletion.request_output_to_completion_response")
+    _attach_reports(module, "OpenAIServingCompletion.completion_stream_generator")
 
 
 # Why: a stat logger plugin of vLLM's own kind would switch statistics on where they are off, and

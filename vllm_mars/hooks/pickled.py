@@ -14,7 +14,7 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.lock import LOCK_VARIABLE, lock_is_on
 
 
-class TravellingOptions(str):
+class PickledConfig(str):
     """The options in vLLM's `additional_config`.
 
     vLLM hashes that as JSON for the key of its compile cache. As JSON this is a constant, since the
@@ -26,7 +26,7 @@ class TravellingOptions(str):
 
     config: MarsConfig
 
-    def __new__(cls, config: MarsConfig) -> "TravellingOptions":
+    def __new__(cls, config: MarsConfig) -> "PickledConfig":
         """Carries these options."""
         carrier = super().__new__(cls, "margin-aware verification")
         carrier.config = config
@@ -36,7 +36,7 @@ class TravellingOptions(str):
         return unpack, (__version__, self.config.to_json(), lock_is_on())
 
 
-def unpack(version: str, options: Mapping[str, Any], is_locked: bool) -> TravellingOptions:
+def unpack(version: str, options: Mapping[str, Any], is_locked: bool) -> PickledConfig:
     """What unpickling calls, in every process that the options reach by pickle.
 
     Args:
@@ -63,4 +63,4 @@ def unpack(version: str, options: Mapping[str, Any], is_locked: bool) -> Travell
     from vllm_mars.hooks.plugin import register
 
     register()
-    return TravellingOptions(config)
+    return PickledConfig(config)

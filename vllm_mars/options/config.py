@@ -230,17 +230,17 @@ class MarsConfig(_Values):
         return dataclasses.asdict(self)
 
 
-def price_of_bound(max_loss: float, temperature: float, is_drawn: bool) -> float:
+def price_of_bound(max_loss: float, temperature: float, is_probabilistic: bool) -> float:
     """The price in nats that a bound sets for a request.
 
     Args:
         max_loss: the bound in nats per token, >= 0.
         temperature: of the request, >= 0; 0 is greedy.
-        is_drawn: whether drafts are drawn where requests sample.
+        is_probabilistic: whether drafts are drawn where requests sample.
     """
     if temperature == 0:
         return FIXED_PRICE * math.sqrt(max_loss)
-    return (DRAWN_PRICE if is_drawn else FIXED_PRICE) * math.sqrt(max_loss / temperature)
+    return (DRAWN_PRICE if is_probabilistic else FIXED_PRICE) * math.sqrt(max_loss / temperature)
 
 
 def split_speculative_config(

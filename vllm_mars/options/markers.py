@@ -1,14 +1,14 @@
 """The markers of strict spans and of the thinking section, as token ids; in the front end.
 
 A user may write a marker as text, or leave it to the server's tool parser or reasoning parser. The
-workers, which walk the answers (`vllm_mars.kernels.strictness.naive`), know ids alone.
+workers, which walk the answers (`vllm_mars.kernels.constraints.markers`), know ids alone.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.kernels.strictness.naive import MOST_SPANS
+from vllm_mars.kernels.constraints.markers import MAX_SPANS
 from vllm_mars.options.config import SERVER_ARGUMENTS, MarsConfig, Span, Token, shown
 from vllm_mars.options.prompts import turns_of
 
@@ -94,9 +94,9 @@ def _span_ids(
     twice = sorted({start for start in starts if starts.count(start) > 1})
     if twice:
         raise ValueError(f"mars_strict_spans: token {twice[0]} starts two spans; name it once.")
-    if len(ids) > MOST_SPANS:
+    if len(ids) > MAX_SPANS:
         raise ValueError(
-            f"mars_strict_spans has {len(ids)} spans, but the limit is {MOST_SPANS}; drop those "
+            f"mars_strict_spans has {len(ids)} spans, but the limit is {MAX_SPANS}; drop those "
             "that cannot occur."
         )
     return tuple(ids)
@@ -132,7 +132,7 @@ def _spans_of_tool_parser(
             name,
             why,
         )
-    return tuple(spans.items())[:MOST_SPANS]
+    return tuple(spans.items())[:MAX_SPANS]
 
 
 def _tool_markers(parser: Any) -> Iterator[tuple[str, str | None]]:

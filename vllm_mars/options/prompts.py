@@ -1,9 +1,9 @@
 """Where the last message of a prompt begins: behind the last token that ends one.
 
-What it opens is open where the answer begins (`vllm_mars.kernels.strictness.naive`). A token ends a
-message because the chat template uses it so, not because it is special: separators within a tool
-call are special, too. So the front end renders the template once, and looks what stands between the
-texts.
+What it opens is open where the answer begins (`vllm_mars.kernels.constraints.markers`). A token
+ends a message because the chat template uses it so, not because it is special: separators within a
+tool call are special, too. So the front end renders the template once, and looks what stands
+between the texts.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm_mars.kernels.strictness.naive import Sections
+from vllm_mars.kernels.constraints.markers import MarkerTracker
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import section_markers, special_tokens
 from vllm_mars.options.requests import UNKNOWN_PROMPT
@@ -99,7 +99,7 @@ def _ends(rendered: str, places: list[int], ids: dict[str, int]) -> tuple[int, .
     return tuple(sorted(found))
 
 
-def hold_strict(scheduler: Any, config: MarsConfig) -> None:
+def flag_unknown_prompts(scheduler: Any, config: MarsConfig) -> None:
     """Makes a scheduler hold requests to strict verification of which not all is known.
 
     Which sections the prompt has opened may not be: it has embeddings, or its last message may
@@ -110,7 +110,7 @@ def hold_strict(scheduler: Any, config: MarsConfig) -> None:
             instance alone.
         config: the server's options.
     """
-    sections, add_request = Sections(config), scheduler.add_request
+    tracker, add_request = MarkerTracker(config), scheduler.add_request
 
     def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
         params, prompt = request.sampling_params, request.prompt_token_ids
@@ -119,7 +119,7 @@ def hold_strict(scheduler: Any, config: MarsConfig) -> None:
         elif before := scheduler.requests.get(request.request_id):
             # A further input of a request that is there already.
             prompt = [*before.all_token_ids, *(prompt or ())]
-        if params is not None and not sections.is_known(prompt):
+        if params is not None and not tracker.is_known(prompt):
             params.extra_args = {**(params.extra_args or {}), UNKNOWN_PROMPT: True}
         return add_request(request, *args, **kwargs)
 

@@ -9,7 +9,7 @@ front end checks.
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_mars.kernels.record import MOST_ENDS
+from vllm_mars.kernels.interface import MAX_STOP_IDS
 from vllm_mars.kernels.rules import RULES, Rule
 from vllm_mars.options.config import (
     OPTION_PREFIX,
@@ -134,7 +134,7 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         overrides = check_overrides(own.get(OVERRIDES, {}), config)
         value, max_loss = _value(chosen, config), _max_loss(chosen, config)
         strict = "prompt" if UNKNOWN_PROMPT in own else ""
-        if num_stops >= MOST_ENDS:
+        if num_stops >= MAX_STOP_IDS:
             strict = "stop_token_ids"
         if params.structured_outputs is not None:
             strict = "structured_outputs"
@@ -159,7 +159,7 @@ def ends_of(params: "SamplingParams") -> list[int]:
     Of a request that has more than a record holds none are told, since it is strict.
     """
     ends = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
-    return sorted(ends) if len(ends) <= MOST_ENDS else []
+    return sorted(ends) if len(ends) <= MAX_STOP_IDS else []
 
 
 def check_overrides(given: object, config: MarsConfig) -> dict[str, float]:

@@ -44,8 +44,8 @@ def collect_rows(request_state: type) -> None:
         if part is None:
             return metrics
         metrics = dataclasses.replace(metrics)
-        told = _report(part["head"], vars(self)[_ROW], self.detokenizer.num_output_tokens())
-        put(metrics, told)
+        report = _report(part["head"], vars(self)[_ROW], self.detokenizer.num_output_tokens())
+        put(metrics, report)
         return metrics
 
     setattr(request_state, _METRICS, property(read, assign))
@@ -56,25 +56,27 @@ def _report(head: dict[str, Any], row: Rows, length: int) -> dict[str, Any]:
 
     Args:
         head: what it begins with.
-        row: of each token, what the table of `Account` holds; it may end early, or reach behind the
-            answer.
+        row: of each token, what the table of `StepCounters` holds; it may end early, or reach
+            behind the answer.
         length: of the answer, in tokens.
     """
     row = row[:length]
-    known = [(place, value) for place, (value, _) in enumerate(row) if not math.isnan(value)]
+    known = [(position, value) for position, (value, _) in enumerate(row) if not math.isnan(value)]
     if "draft_sample_method" in head:
         ratios = [0.0] * length
-        for place, value in known:
-            ratios[place] = value
+        for position, value in known:
+            ratios[position] = value
         return head | {"log_ratios": ratios, "drift_nats": sum(drift for _, drift in row)}
     return head | {
         "num_relaxed_tokens": len(known),
-        "relaxed_positions": [place for place, _ in known],
+        "relaxed_positions": [position for position, _ in known],
         "loss_nats": [value for _, value in known],
     }
 
 
-def tell(names: Sequence[str], wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def attach_reports(
+    names: Sequence[str], wrapped: Any, instance: Any, args: Any, kwargs: Any
+) -> Any:
     """Wraps a method that makes a response or its stream, to add the reports as `metrics.mars`.
 
     Args:
@@ -91,9 +93,9 @@ def tell(names: Sequence[str], wrapped: Any, instance: Any, args: Any, kwargs: A
 
     def note(prompt: int, result: Any) -> None:
         for output in result.outputs:
-            told = found_on(output.spec_decode_metrics)
-            if told is not None:
-                reports[prompt, output.index] = told
+            report = found_on(output.spec_decode_metrics)
+            if report is not None:
+                reports[prompt, output.index] = report
 
     async def noted(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for result in results:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 FIELD = "mars"
-# Of each token of a request: see the table of `Account`.
+# Of each token of a request: see the table of `StepCounters`.
 Rows = Sequence[Sequence[float]]
 
 

@@ -17,7 +17,7 @@ from vllm_mars.options.requests import in_force, options_of
 from vllm_mars.report.carrier import FIELD, EngineReport, StepReport, add_counts, put
 
 
-def pass_on(scheduler: Any, config: MarsConfig) -> None:
+def forward_reports(scheduler: Any, config: MarsConfig) -> None:
     """Makes a scheduler pass on counts and reports.
 
     Args:

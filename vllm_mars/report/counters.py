@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mars.kernels.account.naive import BUCKETS, CounterLayout
-from vllm_mars.kernels.ledger.naive import UNIT
+from vllm_mars.kernels.budget import UNIT
+from vllm_mars.kernels.counters.table import BUCKETS, CounterLayout
 
 # Seconds between two copies from an accelerator.
 INTERVAL = 1.0

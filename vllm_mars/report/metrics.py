@@ -12,8 +12,8 @@ from typing import Any
 import prometheus_client
 
 from vllm_mars import __version__
-from vllm_mars.kernels.account.naive import BUCKETS, COUNTERS, REASONS, CounterLayout
-from vllm_mars.kernels.ledger.naive import UNIT
+from vllm_mars.kernels.budget import UNIT
+from vllm_mars.kernels.counters.table import BUCKETS, COUNTERS, REASONS, CounterLayout
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
 from vllm_mars.report.carrier import EngineReport, add_counts, found_on
@@ -288,7 +288,7 @@ def _logger() -> Any:
     return init_logger("vllm.vllm_mars.report.metrics")
 
 
-def read_on(engine: Any, _: MarsConfig) -> None:
+def drain_counts(engine: Any, _: MarsConfig) -> None:
     """Makes an `LLM` read what its engine sends until that is idle, so that its metrics are whole.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_mars.kernels.account.naive import Account
+from vllm_mars.kernels.interface import StepCounters
 from vllm_mars.report.carrier import Rows, StepReport, put
 from vllm_mars.report.counters import Counters
 
@@ -16,7 +16,7 @@ class _Asked(NamedTuple):
 
     Attributes:
         request_ids: ids of these requests by their place in the batch.
-        table: float32 `[batch, 2, width]`: see `Account`.
+        table: float32 `[batch, 2, width]`: see `StepCounters`.
         copy: on its way to the host, and the event behind it; None where the table is there.
     """
 
@@ -30,7 +30,7 @@ class _Asked(NamedTuple):
         if self.copy is not None:
             table, event = self.copy
             event.synchronize()
-        return {name: table[place].T.tolist() for place, name in self.request_ids.items()}
+        return {name: table[req_idx].T.tolist() for req_idx, name in self.request_ids.items()}
 
 
 class StepReports:
@@ -53,7 +53,9 @@ class StepReports:
         # Whose outputs somebody reads.
         self._runner: Any = None
 
-    def account(self, batch: int, device: torch.device, asking: dict[int, str]) -> Account:
+    def step_counters(
+        self, batch: int, device: torch.device, asking: dict[int, str]
+    ) -> StepCounters:
         """Where a step is written down.
 
         Args:
@@ -66,9 +68,9 @@ class StepReports:
             table = torch.empty((batch, 2, self.num_speculative_tokens + 1), device=device)
         if table is not None and asking:
             self.asked.append(_Asked(asking, table))
-        return Account(self.counters.device_counts, table)
+        return StepCounters(self.counters.device_counts, table)
 
-    def leave_with_outputs(self, runner: Any) -> None:
+    def attach_to_runner(self, runner: Any) -> None:
         """Makes counts and reports leave with the outputs of a model runner.
 
         What has been counted before the runner first samples, with the random logits of vLLM's

@@ -40,10 +40,10 @@ from vllm_mars.kernels.drafted.fused import count_drafted
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.releases import draws_anew
 from vllm_mars.worker.draft_temperature import is_scaled, said_by
-from vllm_mars.worker.requests_v2 import Asks, RequestsV2
+from vllm_mars.worker.requests_v2 import RequestFeatures, RequestsV2
 
 # A member of a flag takes the host a microsecond.
-_DRAFTS = int(Asks.DRAFTS)
+_DRAFTS = int(RequestFeatures.DRAFTS)
 
 # Before the name of a speculator's graph manager, that of the graphs with parameters. vLLM looks
 # through the speculator's attributes for managers to drop after it has measured their memory.
@@ -91,14 +91,16 @@ def wrap_speculator(runner: Any, config: MarsConfig, requests: RequestsV2) -> bo
     def propose_anew(*args: Any, **kwargs: Any) -> Any:
         given = list(args)
         # By place in a step, by name in vLLM's dummy run.
-        for (place, name), own in zip(places.items(), requests.drawn_with, strict=False):
+        for (place, name), own in zip(places.items(), requests.draft_sampling, strict=False):
             if place < len(given):
                 given[place] = own
             else:
                 kwargs[name] = own
         batch = given[0] if given else kwargs["input_batch"]
         # Where vLLM measures its memory all is launched that may be.
-        if sampler and (kwargs.get("is_profile") or requests.asks(batch.idx_mapping_np) & _DRAFTS):
+        if sampler and (
+            kwargs.get("is_profile") or requests.features(batch.idx_mapping_np) & _DRAFTS
+        ):
             with sampler.stands_in():
                 return propose(*given, **kwargs)
         return propose(*given, **kwargs)

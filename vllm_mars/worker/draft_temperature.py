@@ -20,15 +20,15 @@ def said_by(drafter: Any, name: str) -> Any:
         ) from None
 
 
-def is_scaled(draws: bool, drafter: Any, config: MarsConfig) -> bool:
+def is_scaled(is_probabilistic: bool, drafter: Any, config: MarsConfig) -> bool:
     """Whether there is something to scale, which the log then says."""
-    if not draws and config.draft_temperature is not None:
+    if not is_probabilistic and config.draft_temperature is not None:
         raise RuntimeError(
             f"mars_draft_temperature={config.draft_temperature} is given, but "
             f"{type(drafter).__name__} draws no drafts; drop the option, or draft with a head or a "
             "draft model."
         )
-    if not draws or config.draft_share == 1:
+    if not is_probabilistic or config.draft_share == 1:
         return False
     logger.info(
         "Drafts are drawn at %g times each request's temperature (mars_draft_temperature).",

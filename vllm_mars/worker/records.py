@@ -1,10 +1,10 @@
-"""The record of a request that enters the batch: see `vllm_mars.kernels.record.Column`."""
+"""The record of a request that enters the batch: see `vllm_mars.kernels.interface.Column`."""
 
 import math
 from typing import TYPE_CHECKING
 
-from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
-from vllm_mars.kernels.record import MOST_ENDS, RECORD_SIZE, Column, held
+from vllm_mars.kernels.budget import loss_rate, max_lost
+from vllm_mars.kernels.interface import MAX_STOP_IDS, RECORD_SIZE, Column, encode_value
 from vllm_mars.options.config import SCOPES, MarsConfig, price_of_bound
 from vllm_mars.options.requests import RequestOptions, ends_of
 
@@ -16,8 +16,8 @@ def record_of(
     options: RequestOptions,
     params: "SamplingParams",
     config: MarsConfig,
-    is_drawn: bool,
-    most_tokens: int,
+    is_probabilistic: bool,
+    max_output_tokens: int,
     num_output_tokens: int = 0,
 ) -> list[int]:
     """The record of a request, without what its tokens make of it.
@@ -26,8 +26,8 @@ def record_of(
         options: what the request chose.
         params: its parameters.
         config: the server's options.
-        is_drawn: whether drafts are drawn where requests sample.
-        most_tokens: output tokens that the model's length leaves it.
+        is_probabilistic: whether drafts are drawn where requests sample.
+        max_output_tokens: output tokens that the model's length leaves it.
         num_output_tokens: that it comes with. What these lost is taken to be all that was allowed;
             a caller that knows better writes it.
     """
@@ -36,12 +36,14 @@ def record_of(
     record[Column.RATE] = rate
     value = options.value
     if value == math.inf:
-        value = price_of_bound(options.max_loss, params.temperature, is_drawn)
-    record[Column.VALUE] = held(config.rule, value)
+        value = price_of_bound(options.max_loss, params.temperature, is_probabilistic)
+    record[Column.VALUE] = encode_value(config.rule, value)
     if num_output_tokens and options.max_loss < math.inf:
-        record[Column.LOST] = most_lost(rate, num_output_tokens)
-    record[Column.MOST_TOKENS] = max(min(most_tokens, params.max_tokens or most_tokens), 0)
+        record[Column.LOST] = max_lost(rate, num_output_tokens)
+    record[Column.MAX_TOKENS] = max(
+        min(max_output_tokens, params.max_tokens or max_output_tokens), 0
+    )
     record[Column.SCOPE] = SCOPES.index(options.scope)
-    ends = ends_of(params)
-    record[Column.ENDS :] = [*ends, *[-1] * (MOST_ENDS - len(ends))]
+    stop_ids = ends_of(params)
+    record[Column.STOP_IDS :] = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
     return record

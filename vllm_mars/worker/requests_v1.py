@@ -9,9 +9,9 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
-from vllm_mars.kernels.record import Column, Records
-from vllm_mars.kernels.step import Step
-from vllm_mars.kernels.strictness.naive import Followers, Guarded, Sections, guarded
+from vllm_mars.kernels.constraints.markers import MarkerTracker
+from vllm_mars.kernels.constraints.naive import NgramIndex, cpu_constraints
+from vllm_mars.kernels.interface import Column, CpuConstraints, Records, VerifyInputs
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.requests import RequestOptions, options_of
 from vllm_mars.worker.records import record_of
@@ -29,7 +29,7 @@ class _Request:
         samples: whether it does.
         followers: of the output, for the guard against repetition.
         slot: of its record; -1 while it has none.
-        state: of `Sections`, after the prompt and the first `scanned` output tokens.
+        state: of `MarkerTracker`, after the prompt and the first `scanned` output tokens.
         scanned: how many output tokens the state has taken in.
     """
 
@@ -38,7 +38,7 @@ class _Request:
     prompt: Sequence[int]
     output: list[int]
     samples: bool
-    followers: Followers
+    followers: NgramIndex
     slot: int = -1
     state: int = 0
     scanned: int = 0
@@ -63,7 +63,7 @@ class RequestsV1(LogitsProcessor):
         request_ids: gives the ids of the batch's requests by place.
         unfinished: gives the ids of all requests that have not ended.
         ended: takes what requests that have ended had lost; int64, in units of 2**-LOSS_BITS nats.
-        is_drawn: whether drafts are drawn where requests sample.
+        is_probabilistic: whether drafts are drawn where requests sample.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class RequestsV1(LogitsProcessor):
         request_ids: Callable[[], Sequence[str]] = tuple,
         unfinished: Callable[[], Container[str]] = tuple,
         ended: Callable[[torch.Tensor], None] = lambda _: None,
-        is_drawn: bool = False,
+        is_probabilistic: bool = False,
     ) -> None:
         self._config = config
-        self._is_drawn = is_drawn
+        self._is_drawn = is_probabilistic
         self._max_model_len = max_model_len
         self._request_ids = request_ids
         self._unfinished = unfinished
         self._ended = ended
-        self._sections = Sections(config)
+        self._tracker = MarkerTracker(config)
         # By place in the batch; a place of vLLM's dummy runs may be empty.
         self._requests: dict[int, _Request] = {}
         # By id, those outside the batch among them.
@@ -122,62 +122,64 @@ class RequestsV1(LogitsProcessor):
         lost = [request.record[Column.LOST] for request in ended]
         self._ended(torch.tensor(lost, dtype=torch.int64))
         free = set(range(self._nobody.slot)) - {request.slot for request in requests}
-        for place, request in self._requests.items():
-            own = ids[place] if place < len(ids) else None
+        for req_idx, request in self._requests.items():
+            own = ids[req_idx] if req_idx < len(ids) else None
             if request.slot < 0:
                 if request.output and own in self._known:
                     request.resume(self._known[own])
                 else:
-                    request.state = self._sections.begin(request.prompt)
+                    request.state = self._tracker.initial_state(request.prompt)
                 request.slot = free.pop()
                 self._write(request)
             if own is not None:
                 self._known[own] = request
         # A request keeps its record while it is in the batch; only the index follows its moves.
-        places = range(self._nobody.slot)
-        self._slots = torch.tensor([self._of_place(place).slot for place in places])
+        req_indices = range(self._nobody.slot)
+        self._slots = torch.tensor([self._request_at(req_idx).slot for req_idx in req_indices])
         self._has_returns = any(request.options.wants_return for request in requests)
 
     def _enter(
         self, params: SamplingParams, prompt: Sequence[int] | None, output: list[int]
     ) -> _Request:
         prompt = prompt or ()
-        room = self._max_model_len - len(prompt)
+        max_output_tokens = self._max_model_len - len(prompt)
         options = options_of(params, self._config)
-        record = record_of(options, params, self._config, self._is_drawn, room, len(output))
-        own = params.temperature != 0, Followers(self._config.repeat_ngram)
+        record = record_of(
+            options, params, self._config, self._is_drawn, max_output_tokens, len(output)
+        )
+        own = params.temperature != 0, NgramIndex(self._config.repeat_ngram)
         return _Request(options, record, prompt, output, *own)
 
     def _write(self, request: _Request) -> None:
         self._records.table[request.slot] = torch.tensor(request.record)
 
-    def _of_place(self, place: int) -> _Request:
-        return self._requests.get(place, self._nobody)
+    def _request_at(self, req_idx: int) -> _Request:
+        return self._requests.get(req_idx, self._nobody)
 
     def step(
         self,
         logits: torch.Tensor,
         drafts: Sequence[Sequence[int]],
         num_speculative_tokens: int,
-    ) -> tuple[Step, Guarded | None]:
+    ) -> tuple[VerifyInputs, CpuConstraints | None]:
         """A step of the first requests as they are before it, and what their text asks of it.
 
         Args:
             logits: `[num_rows, vocab]`, of each request a row for each draft token and one behind.
             drafts: the draft tokens of each request.
-            num_speculative_tokens: see `Step`.
+            num_speculative_tokens: see `VerifyInputs`.
 
         Returns:
             The step, and what the text before each row asks; None where nothing looks at tokens.
         """
         batch = len(drafts)
-        requests = [self._of_place(place) for place in range(batch)]
+        requests = [self._request_at(req_idx) for req_idx in range(batch)]
         for request in requests:
             if request.scanned > len(request.output):
                 # A failed load of the KV cache took tokens back.
-                request.state = self._sections.begin(request.prompt)
+                request.state = self._tracker.initial_state(request.prompt)
                 request.scanned = 0
-        looks_at_tokens = self._sections or self._config.repeat_ngram
+        looks_at_tokens = self._tracker or self._config.repeat_ngram
         slots = self._slots[:batch]
         self._produced[slots] = torch.tensor(
             [len(request.output) for request in requests], dtype=torch.int32
@@ -187,7 +189,7 @@ class RequestsV1(LogitsProcessor):
         for request, own in zip(requests, drafts, strict=True):
             inputs += [request.output[-1] if request.output else -1, *own]
             ends.append(len(inputs))
-        step = Step(
+        step = VerifyInputs(
             logits,
             torch.tensor(inputs),
             torch.tensor(ends, dtype=torch.int32),
@@ -197,7 +199,7 @@ class RequestsV1(LogitsProcessor):
             torch.zeros_like(self._produced),
             num_speculative_tokens,
         )
-        return step, self._guarded(requests, drafts) if looks_at_tokens else None
+        return step, self._cpu_constraints(requests, drafts) if looks_at_tokens else None
 
     def draft_shares(self, batch: int) -> torch.Tensor:
         """The share of the temperature that drafts of the first requests are drawn at.
@@ -216,20 +218,26 @@ class RequestsV1(LogitsProcessor):
         if not self._has_returns:
             return {}
         ids = self._request_ids()
-        places = range(batch)
-        return {place: ids[place] for place in places if self._of_place(place).options.wants_return}
+        req_indices = range(batch)
+        return {
+            req_idx: ids[req_idx]
+            for req_idx in req_indices
+            if self._request_at(req_idx).options.wants_return
+        }
 
-    def _guarded(self, requests: list[_Request], drafts: Sequence[Sequence[int]]) -> Guarded:
+    def _cpu_constraints(
+        self, requests: list[_Request], drafts: Sequence[Sequence[int]]
+    ) -> CpuConstraints:
         rows: list[tuple[int, bool, Collection[int]]] = []
         for request, draft in zip(requests, drafts, strict=True):
-            if self._sections:
+            if self._tracker:
                 tokens = request.output[request.scanned :]
-                request.state = self._sections.advance(request.state, tokens)
+                request.state = self._tracker.advance(request.state, tokens)
                 request.scanned += len(tokens)
-            reasons = self._sections.blocked(request.state, draft, request.record[Column.SCOPE])
+            reasons = self._tracker.blocked(request.state, draft, request.record[Column.SCOPE])
             repeated: Iterable[list[set[int]]] = itertools.repeat([], len(draft))
             if self._config.repeat_ngram:
                 repeated = request.followers.before(request.output, draft)
             # A bonus row asks nothing.
-            rows += [*guarded(reasons, draft, repeated, request.samples), (0, False, ())]
-        return Guarded.of(rows)
+            rows += [*cpu_constraints(reasons, draft, repeated, request.samples), (0, False, ())]
+        return CpuConstraints.of(rows)

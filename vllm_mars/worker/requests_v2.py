@@ -12,11 +12,10 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBufferPool
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
-from vllm_mars.kernels.account.fused import count_ended
-from vllm_mars.kernels.record import Column, Records
-from vllm_mars.kernels.step import Step
-from vllm_mars.kernels.strictness.fused import guard_positions, new_ring
-from vllm_mars.kernels.strictness.naive import Guard, Markers, Sections
+from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
+from vllm_mars.kernels.constraints.markers import MarkerTracker
+from vllm_mars.kernels.counters.fused import count_ended
+from vllm_mars.kernels.interface import Column, Constraints, Markers, Records, VerifyInputs
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.requests import options_of
 from vllm_mars.report.counters import Counters
@@ -41,32 +40,36 @@ _CHANGES_NO_LOGITS = frozenset(
 )
 
 
-class Asks(enum.IntFlag):
+class RequestFeatures(enum.IntFlag):
     """What a request asks for beside its tokens.
 
     LOGITS: that something beside the temperature changes its logits.
     DRAFTS: that this is something that its drafts are drawn under as well.
     SAMPLES: a temperature.
-    DIVIDES: one that is not 1.
+    APPLY_TEMPERATURE: one that is not 1.
     """
 
     LOGITS = enum.auto()
     DRAFTS = enum.auto()
     SAMPLES = enum.auto()
-    DIVIDES = enum.auto()
+    APPLY_TEMPERATURE = enum.auto()
 
 
-def _asks(params: "SamplingParams") -> Asks:
+def _features(params: "SamplingParams") -> RequestFeatures:
     """A choice that is not known here may change the logits."""
-    found = Asks(0)
+    found = RequestFeatures(0)
     default = type(params)()
     for name in params.__struct_fields__:
         if name not in _CHANGES_NO_LOGITS and getattr(params, name) != getattr(default, name):
-            found |= Asks.LOGITS
+            found |= RequestFeatures.LOGITS
     if params.top_k > 0 or params.top_p < 1 or use_penalty(params):
-        found |= Asks.DRAFTS
+        found |= RequestFeatures.DRAFTS
     if params.temperature:
-        found |= Asks.SAMPLES if params.temperature == 1 else Asks.SAMPLES | Asks.DIVIDES
+        found |= (
+            RequestFeatures.SAMPLES
+            if params.temperature == 1
+            else RequestFeatures.SAMPLES | RequestFeatures.APPLY_TEMPERATURE
+        )
     return found
 
 
@@ -74,11 +77,11 @@ def _asks(params: "SamplingParams") -> Asks:
 _NO_PARAMETERS = 1.0, 2.0**24, 1.0, 1.0, 0.0, 0.0
 
 
-def _parameters_of(params: "SamplingParams", drawn_at: float) -> tuple[float, ...]:
+def _parameters_of(params: "SamplingParams", draft_temperature: float) -> tuple[float, ...]:
     """A slot's column of `DraftParameters`."""
     top_k = params.top_k if params.top_k > 0 else _NO_PARAMETERS[1]
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-    return drawn_at or 1.0, top_k, params.top_p, *penalties
+    return draft_temperature or 1.0, top_k, params.top_p, *penalties
 
 
 class DraftParameters(NamedTuple):
@@ -107,8 +110,8 @@ class RequestsV2(LogitsProcessor):
         config: the server's options.
         req_states: the runner's `RequestState`. Its `add_request` is wrapped, on this instance
             alone, since it is told the tokens that a request brings.
-        fills: whether drafts are the last token again where the drafter has none.
-        is_drawn: whether drafts are drawn where requests sample.
+        pads_with_last_token: whether drafts are the last token again where the drafter has none.
+        is_probabilistic: whether drafts are drawn where requests sample.
 
     Attributes:
         naming: slots whose request names tokens for their logprobs.
@@ -118,19 +121,19 @@ class RequestsV2(LogitsProcessor):
         self,
         config: MarsConfig,
         req_states: Any,
-        fills: bool = False,
-        is_drawn: bool = False,
+        pads_with_last_token: bool = False,
+        is_probabilistic: bool = False,
     ) -> None:
         self._config = config
-        self._is_drawn = is_drawn
+        self._is_drawn = is_probabilistic
         self._req_states = req_states
-        self.fills = fills
-        self._sections = Sections(config)
+        self.pads_with_last_token = pads_with_last_token
+        self._tracker = MarkerTracker(config)
         # Whether anything looks at tokens.
-        self._may_block = bool(self._sections) or config.repeat_ngram > 0 or fills
+        self._may_block = bool(self._tracker) or config.repeat_ngram > 0 or pads_with_last_token
         self.naming: set[int] = set()
-        # The `Asks` of each slot's request.
-        self._asks = np.zeros(req_states.max_num_reqs, dtype=np.uint8)
+        # The `RequestFeatures` of each slot's request.
+        self._features = np.zeros(req_states.max_num_reqs, dtype=np.uint8)
         # Slots whose request wants to know what was done.
         self._returning: set[int] = set()
         # What a slot's new request brings: the section's states behind all its tokens and behind
@@ -143,7 +146,7 @@ class RequestsV2(LogitsProcessor):
         self._lost: list[torch.Tensor] = []
         # What preempted requests have lost, by id, and those that came back, by slot; it is on the
         # device, so that the host waits for nothing.
-        self._kept: dict[str, torch.Tensor] = {}
+        self._preempted_lost: dict[str, torch.Tensor] = {}
         self._restored: dict[int, torch.Tensor] = {}
         add_request = req_states.add_request
 
@@ -151,15 +154,15 @@ class RequestsV2(LogitsProcessor):
             req_id: str, prompt_len: int, all_token_ids: list[int], *args: Any, **kwargs: Any
         ) -> None:
             add_request(req_id, prompt_len, all_token_ids, *args, **kwargs)
-            begun = self._sections.begin(all_token_ids[:prompt_len])
-            state = self._sections.advance(begun, all_token_ids[prompt_len:])
+            prompt_state = self._tracker.initial_state(all_token_ids[:prompt_len])
+            state = self._tracker.advance(prompt_state, all_token_ids[prompt_len:])
             if req_id in self._slots:
                 self._lost.append(self.records.lost[self._slots[req_id]].clone())
             slot = self._slots[req_id] = req_states.req_id_to_index[req_id]
-            self._brought[slot] = state, begun, len(all_token_ids), prompt_len
-            kept = self._kept.pop(req_id, None)
-            if kept is not None and len(all_token_ids) > prompt_len:
-                self._restored[slot] = kept
+            self._brought[slot] = state, prompt_state, len(all_token_ids), prompt_len
+            lost = self._preempted_lost.pop(req_id, None)
+            if lost is not None and len(all_token_ids) > prompt_len:
+                self._restored[slot] = lost
 
         req_states.add_request = add_and_note
 
@@ -179,7 +182,7 @@ class RequestsV2(LogitsProcessor):
         return Records(self._staged.gpu)
 
     @cached_property
-    def _drawn_at(self) -> StagedWriteTensor:
+    def _draft_temperature(self) -> StagedWriteTensor:
         return self._by_slot(torch.float32)
 
     @cached_property
@@ -202,10 +205,10 @@ class RequestsV2(LogitsProcessor):
         return StagedWriteTensor(self._req_states.max_num_reqs, dtype, self._req_states.device)
 
     @property
-    def drawn_with(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft_sampling(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Temperature and seed that the next drafts are drawn with, float32 and int64, by slot."""
         assert self._is_drawn, "draft_sample_method is not 'probabilistic', but drafts are drawn"
-        return self._drawn_at.gpu, self._next_seeds.gpu
+        return self._draft_temperature.gpu, self._next_seeds.gpu
 
     @cached_property
     def _ended(self) -> UvaBufferPool:
@@ -218,7 +221,7 @@ class RequestsV2(LogitsProcessor):
 
     @cached_property
     def _markers(self) -> Markers | None:
-        return self._sections.markers(self._req_states.device)
+        return self._tracker.markers(self._req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Notes the options of a slot's new request; no logit changes, so False.
@@ -238,25 +241,27 @@ class RequestsV2(LogitsProcessor):
                 )
             # vLLM's dummy run, of a slot that holds no request.
             brought = 0, 0, 0, 0
-        state, begun, length, prompt_len = brought
-        room = self._req_states.max_model_len - prompt_len
-        own = self._config, self._is_drawn, room, length - prompt_len
+        state, prompt_state, length, prompt_len = brought
+        max_output_tokens = self._req_states.max_model_len - prompt_len
+        own = self._config, self._is_drawn, max_output_tokens, length - prompt_len
         record = record_of(options, sampling_params, *own)
-        asked, asks = self._asks[req_idx], _asks(sampling_params)
-        self._asks[req_idx] = asks
+        asked, features = self._features[req_idx], _features(sampling_params)
+        self._features[req_idx] = features
         _put(self._returning, req_idx, options.wants_return)
         _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
-        record[Column.STATE], record[Column.BEGUN] = state, begun
-        record[Column.SCANNED], record[Column.HELD] = length, prompt_len
+        record[Column.STATE], record[Column.PROMPT_STATE] = state, prompt_state
+        record[Column.NUM_SCANNED], record[Column.RING_END] = length, prompt_len
         self._staged.stage_write(req_idx, 0, record)
         if self._is_drawn:
             # A strict request has nothing of drafts that are drawn at a share of its temperature.
             share = self._config.draft_share if record[Column.VALUE] else 1.0
-            drawn_at = np.float32(sampling_params.temperature) * np.float32(share)
-            self._drawn_at.stage_write_elem(req_idx, float(drawn_at))
+            draft_temperature = np.float32(sampling_params.temperature) * np.float32(share)
+            self._draft_temperature.stage_write_elem(req_idx, float(draft_temperature))
             # Else the slot has none already.
-            if (asks | asked) & Asks.DRAFTS:
-                for row, value in enumerate(_parameters_of(sampling_params, float(drawn_at))):
+            if (features | asked) & RequestFeatures.DRAFTS:
+                for row, value in enumerate(
+                    _parameters_of(sampling_params, float(draft_temperature))
+                ):
                     self._parameters.stage_write(row, req_idx, [value])
             # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its
             # prefill a request has one token more.
@@ -269,13 +274,13 @@ class RequestsV2(LogitsProcessor):
         """Hands what is new to the device."""
         self._staged.apply_write()
         if self._is_drawn:
-            self._drawn_at.apply_write()
+            self._draft_temperature.apply_write()
             self._parameters.apply_write()
             self._next_seeds.apply_write()
         if self._restored:
             slots = async_tensor_h2d([*self._restored], self._req_states.device, torch.int64)
-            kept = torch.stack([*self._restored.values()])
-            self.records.lost[slots] = kept
+            lost = torch.stack([*self._restored.values()])
+            self.records.lost[slots] = lost
             self._restored.clear()
 
     def leave(
@@ -290,13 +295,13 @@ class RequestsV2(LogitsProcessor):
         """
         for name in preempted:
             if (slot := self._slots.pop(name, None)) is not None:
-                self._kept[name] = self.records.lost[slot].clone()
+                self._preempted_lost[name] = self.records.lost[slot].clone()
         ended = []
         for name in finished:
             if (slot := self._slots.pop(name, None)) is not None:
                 ended.append(slot)
-            elif (kept := self._kept.pop(name, None)) is not None:
-                self._lost.append(kept)
+            elif (lost := self._preempted_lost.pop(name, None)) is not None:
+                self._lost.append(lost)
         if ended:
             self._returning.difference_update(ended)
             self.naming.difference_update(ended)
@@ -311,9 +316,9 @@ class RequestsV2(LogitsProcessor):
         """Returns the logits as they are."""
         return logits
 
-    def asks(self, idx_mapping_np: np.ndarray) -> int:
-        """The `Asks` of all requests of a batch together."""
-        return int(np.bitwise_or.reduce(self._asks[idx_mapping_np]))
+    def features(self, idx_mapping_np: np.ndarray) -> int:
+        """The `RequestFeatures` of all requests of a batch together."""
+        return int(np.bitwise_or.reduce(self._features[idx_mapping_np]))
 
     def step(
         self,
@@ -323,18 +328,18 @@ class RequestsV2(LogitsProcessor):
         slots: torch.Tensor,
         temperature: torch.Tensor,
         num_speculative_tokens: int,
-    ) -> tuple[Step, Guard | None]:
+    ) -> tuple[VerifyInputs, Constraints | None]:
         """A step, and what the text before each of its rows asks.
 
         Args:
-            logits, input_ids, cu_num_logits, slots, num_speculative_tokens: see `Step`.
+            logits, input_ids, cu_num_logits, slots, num_speculative_tokens: see `VerifyInputs`.
             temperature: float32, by slot.
 
         Returns:
-            The step, and what `guard_positions` finds; None where nothing looks at tokens.
+            The step, and what `compute_constraints` finds; None where nothing looks at tokens.
         """
         states = self._req_states
-        step = Step(
+        step = VerifyInputs(
             logits=logits,
             input_ids=input_ids,
             cu_num_logits=cu_num_logits,
@@ -347,14 +352,18 @@ class RequestsV2(LogitsProcessor):
         if not self._may_block:
             return step, None
         given = self._ring, states.all_token_ids.gpu, step, temperature, self._markers
-        return step, guard_positions(*given, self._config.repeat_ngram, self.fills)
+        return step, compute_constraints(
+            *given, self._config.repeat_ngram, self.pads_with_last_token
+        )
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
         """Ids of the requests that want to know what was done, by place in the batch."""
         if not self._returning:
             return {}
         ids, slots = self._req_states.index_to_req_id, idx_mapping_np.tolist()
-        return {place: ids[slot] for place, slot in enumerate(slots) if slot in self._returning}
+        return {
+            batch_idx: ids[slot] for batch_idx, slot in enumerate(slots) if slot in self._returning
+        }
 
 
 def _put(slots: set[int], slot: int, belongs: bool) -> None:

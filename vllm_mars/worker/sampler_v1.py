@@ -16,19 +16,19 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler, generate_uniform_
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_mars.kernels import naive
-from vllm_mars.kernels.accept.naive import Chance
-from vllm_mars.kernels.account.naive import log_ratios, of_sampled
+from vllm_mars.kernels import reference
+from vllm_mars.kernels.accept.naive import CpuSamplingInputs
+from vllm_mars.kernels.counters.naive import log_ratios, of_sampled
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
 from vllm_mars.worker.constraints import constrain
-from vllm_mars.worker.cut_prompts import spare_cut_prompts
 from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
+from vllm_mars.worker.engine_params import LazyEngineParams
+from vllm_mars.worker.prefill_seeds import exclude_prefill_seeds
 from vllm_mars.worker.requests_v1 import RequestsV1
 from vllm_mars.worker.start import log_start, require_own_sampler
-from vllm_mars.worker.terms import EngineTerms
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -47,7 +47,7 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: vLLM's sampler, for bonus tokens.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        terms: of the engine.
+        engine_params: of the engine.
         reports: where its steps are written down.
         requests: the requests of the runner's batch.
     """
@@ -57,12 +57,12 @@ class MarsRejectionSampler(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        terms: EngineTerms,
+        engine_params: LazyEngineParams,
         reports: StepReports,
         requests: RequestsV1,
     ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.terms = terms
+        self.engine_params = engine_params
         self.reports = reports
         self.requests = requests
 
@@ -114,16 +114,18 @@ class MarsRejectionSampler(RejectionSampler):
             temperature = None if temperature is None else temperature.sign()
             rows = torch.empty_like(logits, dtype=torch.float32)
             rows[metadata.target_logits_indices] = processed
-        chance = None
+        sampling_inputs = None
         if temperature is not None:
             own = metadata, sampling_metadata, rows.shape[1], draft_probs
-            chance = self._chance(temperature, *own)
-        output_token_ids, table = self._verify(metadata, rows, chance, bonus.sampled_token_ids)
+            sampling_inputs = self._sampling_inputs(temperature, *own)
+        output_token_ids, table = self._verify(
+            metadata, rows, sampling_inputs, bonus.sampled_token_ids
+        )
         logprobs = None
         if wants_logprobs:
             ratios = None
-            if chance is not None and self.terms.config.logprobs == "sampled":
-                ratios = log_ratios(table, chance.temperature)
+            if sampling_inputs is not None and self.engine_params.config.logprobs == "sampled":
+                ratios = log_ratios(table, sampling_inputs.temperature)
             if not self.is_processed_logprobs_mode:
                 rows = raw.to(torch.float32, copy=True)
             rows[metadata.bonus_logits_indices] = bonus.logprobs_tensors.logprobs.float()
@@ -155,19 +157,19 @@ class MarsRejectionSampler(RejectionSampler):
             `[batch * width, 1 + columns]`: a place's token, then what its request asks for.
         """
         width = output_token_ids.shape[1]
-        places = begins[:, None] + torch.arange(width, device=rows.device)
-        logprobs = rows[places.flatten().clamp(max=len(rows) - 1)]
+        row_indices = begins[:, None] + torch.arange(width, device=rows.device)
+        logprobs = rows[row_indices.flatten().clamp(max=len(rows) - 1)]
         if not self.is_logits_logprobs_mode:
             logprobs = self.sampler.compute_logprobs(logprobs)
         named = sampling_metadata.logprob_token_ids or {}
         tokens = output_token_ids.flatten().clamp(min=0).long()
-        most = sampling_metadata.max_num_logprobs or 0
-        found = self.sampler.gather_logprobs(logprobs, most, tokens)
-        padding = (0, max([0, *(len(ids) - most for ids in named.values())]))
+        num_logprobs = sampling_metadata.max_num_logprobs or 0
+        found = self.sampler.gather_logprobs(logprobs, num_logprobs, tokens)
+        padding = (0, max([0, *(len(ids) - num_logprobs for ids in named.values())]))
         ids = torch.nn.functional.pad(found.logprob_token_ids, padding)
         values = torch.nn.functional.pad(found.logprobs, padding, value=-torch.inf)
-        for place, own in named.items():
-            own_rows = slice(place * width, (place + 1) * width)
+        for req_idx, own in named.items():
+            own_rows = slice(req_idx * width, (req_idx + 1) * width)
             ids[own_rows, 1:], values[own_rows, 1:] = 0, -torch.inf
             columns = slice(1, 1 + len(own))
             ids[own_rows, columns] = torch.tensor(own, dtype=ids.dtype, device=ids.device)
@@ -180,27 +182,29 @@ class MarsRejectionSampler(RejectionSampler):
         self,
         metadata: SpecDecodeMetadata,
         logits: torch.Tensor,
-        chance: Chance | None = None,
+        sampling_inputs: CpuSamplingInputs | None = None,
         bonus: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """The tokens of a step, and what is written down of them: see `Account`."""
+        """The tokens of a step, and what is written down of them: see `StepCounters`."""
         reports, lengths = self.reports, metadata.num_draft_tokens
         batch = len(lengths)
         drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
-        step, guard = self.requests.step(logits, drafts, reports.num_speculative_tokens)
-        account = reports.account(batch, logits.device, self.requests.returns(batch))
-        output = naive.verify(step, self.terms.on(logits), guard, account, chance, bonus)
+        step, constraints = self.requests.step(logits, drafts, reports.num_speculative_tokens)
+        step_counters = reports.step_counters(batch, logits.device, self.requests.returns(batch))
+        output = reference.verify(
+            step, self.engine_params.on(logits), constraints, step_counters, sampling_inputs, bonus
+        )
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
-        return tokens, account.table
+        return tokens, step_counters.table
 
-    def _chance(
+    def _sampling_inputs(
         self,
         temperature: torch.Tensor,
         metadata: SpecDecodeMetadata,
         sampling_metadata: SamplingMetadata,
         vocab: int,
         draft_probs: torch.Tensor | None,
-    ) -> Chance:
+    ) -> CpuSamplingInputs:
         """The random numbers of a step.
 
         Those of strict requests with fixed drafts are drawn as vLLM's own `rejection_sample` draws
@@ -215,11 +219,11 @@ class MarsRejectionSampler(RejectionSampler):
         if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
-            for place in is_strict.nonzero()[:, 0].tolist():
-                if lengths[place] > 0 and place in generators:
-                    shared[place].exponential_(generator=generators[place])
-                noise[place] = shared[place].reciprocal_()
-        return Chance(temperature, uniform.numpy(), draft_probs, generators, noise)
+            for req_idx in is_strict.nonzero()[:, 0].tolist():
+                if lengths[req_idx] > 0 and req_idx in generators:
+                    shared[req_idx].exponential_(generator=generators[req_idx])
+                noise[req_idx] = shared[req_idx].reciprocal_()
+        return CpuSamplingInputs(temperature, uniform.numpy(), draft_probs, generators, noise)
 
 
 def leaves_logits(sampling_metadata: SamplingMetadata) -> bool:
@@ -269,10 +273,10 @@ def install(runner: Any, config: MarsConfig) -> None:
             f"{current_platform.device_name}, but this engine runs V1, which MARS serves on CPUs "
             "alone; set VLLM_USE_V2_MODEL_RUNNER=1, or drop what V2 does not serve."
         )
-    spare_cut_prompts(runner)
+    exclude_prefill_seeds(runner)
     spec_config = runner.speculative_config
     counters = Counters(spec_config.num_speculative_tokens, runner.device)
-    terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
+    engine_params = LazyEngineParams(config, protected_token_ids(config, runner.vllm_config))
     reports = StepReports(counters, config.logprobs == "sampled")
     requests = RequestsV1(
         config,
@@ -286,7 +290,7 @@ def install(runner: Any, config: MarsConfig) -> None:
     wrap_drafter(runner, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
-        own.sampler, spec_config, runner.device, terms, reports, requests
+        own.sampler, spec_config, runner.device, engine_params, reports, requests
     )
-    reports.leave_with_outputs(runner)
-    log_start(terms, logger, "V1")
+    reports.attach_to_runner(runner)
+    log_start(engine_params, logger, "V1")

@@ -18,16 +18,16 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_mars.kernels import fused
-from vllm_mars.kernels.account.fused import add_log_ratios
-from vllm_mars.kernels.step import Draws, Sampling
+from vllm_mars.kernels.counters.fused import add_log_ratios
+from vllm_mars.kernels.interface import SamplingInputs, SamplingTensors
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
 from vllm_mars.worker.draft_sampling_v2 import wrap_speculator
-from vllm_mars.worker.requests_v2 import Asks, RequestsV2
+from vllm_mars.worker.engine_params import LazyEngineParams
+from vllm_mars.worker.requests_v2 import RequestFeatures, RequestsV2
 from vllm_mars.worker.start import log_start, require_own_sampler
-from vllm_mars.worker.terms import EngineTerms
 from vllm_mars.worker.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -43,7 +43,14 @@ _SAMPLER = "_vllm_mars_sampler"
 
 
 # A member of a flag takes the host a microsecond.
-_LOGITS, _SAMPLES, _DIVIDES = (int(ask) for ask in (Asks.LOGITS, Asks.SAMPLES, Asks.DIVIDES))
+_LOGITS, _SAMPLES, _APPLY_TEMPERATURE = (
+    int(feature)
+    for feature in (
+        RequestFeatures.LOGITS,
+        RequestFeatures.SAMPLES,
+        RequestFeatures.APPLY_TEMPERATURE,
+    )
+)
 # Whose changes of the logits a request's own parameters tell.
 _PROCESSORS = {LogitBiasState, PenaltiesState, BadWordsState, RequestsV2}
 
@@ -59,14 +66,14 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: vLLM's V2 sampler.
         spec_config: vLLM's speculative config.
         device: device of the logits.
-        terms: of the engine, by the Triton kernels.
+        engine_params: of the engine, by the Triton kernels.
         reports: where its steps are written down.
         requests: the requests in the runner's slots.
         seeds_change: whether the seeds of drafts are to change with each step.
 
     Attributes:
-        divides: whether the kernels divide the logits by the temperature, where that is all that
-            the requests of a batch ask of them.
+        apply_temperature: whether the kernels divide the logits by the temperature, where that is
+            all that the requests of a batch ask of them.
     """
 
     def __init__(
@@ -74,18 +81,18 @@ class MarsRejectionSamplerV2(RejectionSampler):
         sampler: Sampler,
         spec_config: "SpeculativeConfig",
         device: torch.device,
-        terms: EngineTerms,
+        engine_params: LazyEngineParams,
         reports: StepReports,
         requests: RequestsV2,
         seeds_change: bool = True,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self._seeds_change = seeds_change
-        self.terms = terms
+        self.engine_params = engine_params
         self.reports = reports
         self.requests = requests
         # Of other processors nobody knows what they change, and the processed logits can be wanted.
-        self.divides = (
+        self.apply_temperature = (
             type(sampler) is Sampler
             and {*map(type, sampler.logits_processors)} <= _PROCESSORS
             and sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES
@@ -95,7 +102,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         # Most tokens that a request of the step names for their logprobs.
         self._num_named = 0
         # Of the chunk that was verified last: slot of each row and of each request, and the table
-        # of `Account` where it goes into logprobs.
+        # of `StepCounters` where it goes into logprobs.
         self._slots: tuple[torch.Tensor, torch.Tensor]
         self._table: torch.Tensor | None = None
 
@@ -152,17 +159,17 @@ class MarsRejectionSamplerV2(RejectionSampler):
         """
         if not self._is_warm:
             shared = _shared(logits, draft_logits)
-            own = self.terms, self.reports, shared, draft_logits
-            warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.fills)
+            own = self.engine_params, self.reports, shared, draft_logits
+            warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.pads_with_last_token)
             self._is_warm = True
         states = self.sampler.sampling_states
-        asks = self.requests.asks(idx_mapping_np)
-        if self.divides and not asks & _LOGITS:
+        features = self.requests.features(idx_mapping_np)
+        if self.apply_temperature and not features & _LOGITS:
             # vLLM would make a float32 copy of them.
-            processed, divides = logits, bool(asks & _DIVIDES)
+            processed, apply_temperature = logits, bool(features & _APPLY_TEMPERATURE)
         else:
             # Without a request that needs it, this is the logits themselves, as they are.
-            divides = False
+            apply_temperature = False
             processed = self.sampler.apply_sampling_params(
                 logits,
                 expanded_idx_mapping,
@@ -173,12 +180,12 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 expanded_local_pos,
                 seq_lens_upper_bound_np,
             )
-        samples = bool(asks & _SAMPLES)
+        samples = bool(features & _SAMPLES)
         returns = self.requests.returns(idx_mapping_np)
-        account = self.reports.account(len(idx_mapping_np), logits.device, returns)
+        step_counters = self.reports.step_counters(len(idx_mapping_np), logits.device, returns)
         temperature = states.temperature.gpu
         shared = _shared(processed, draft_logits)
-        step, guard = self.requests.step(
+        step, constraints = self.requests.step(
             logits=shared,
             input_ids=verify_draft_sampled,
             cu_num_logits=cu_num_logits[1:],
@@ -186,28 +193,30 @@ class MarsRejectionSamplerV2(RejectionSampler):
             temperature=temperature,
             num_speculative_tokens=self.num_speculative_steps,
         )
-        draws = None
+        sampling_inputs = None
         if samples:
-            sampling = Sampling(temperature, states.seeds.gpu)
+            sampling = SamplingTensors(temperature, states.seeds.gpu)
             if draft_logits is not None:
-                drawn_at, next_seeds = self.requests.drawn_with
+                draft_temperature, next_seeds = self.requests.draft_sampling
                 sampling = sampling._replace(
                     draft_logits=draft_logits,
-                    drawn_at=drawn_at,
+                    draft_temperature=draft_temperature,
                     next_seeds=next_seeds if self._seeds_change else None,
                 )
-            draws = Draws(
+            sampling_inputs = SamplingInputs(
                 sampling=sampling,
                 pos=pos,
-                row_slots=expanded_idx_mapping,
-                row_places=expanded_local_pos,
+                expanded_idx_mapping=expanded_idx_mapping,
+                expanded_local_pos=expanded_local_pos,
                 use_fp64=self.sampler.use_fp64_gumbel,
-                divides=divides,
+                apply_temperature=apply_temperature,
             )
-        output = fused.verify(step, self.terms.on(shared), guard, account, draws)
+        output = fused.verify(
+            step, self.engine_params.on(shared), constraints, step_counters, sampling_inputs
+        )
         self._slots = expanded_idx_mapping, idx_mapping
-        is_told = samples and self.terms.config.logprobs == "sampled"
-        self._table = account.table if is_told else None
+        returns_ratios = samples and self.engine_params.config.logprobs == "sampled"
+        self._table = step_counters.table if returns_ratios else None
         return processed, output.output_token_ids, output.num_emitted
 
     def _get_logprobs_tensors(
@@ -290,11 +299,11 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     """Wraps what a runner calls in each step, once; gives what makes a sampler out of vLLM's."""
     spec_config = runner.speculative_config
     # vLLM's drafts the last token again where nothing matches, to be rejected.
-    fills = spec_config.method == "ngram"
-    is_drawn = spec_config.draft_sample_method == "probabilistic"
-    requests = RequestsV2(config, runner.req_states, fills, is_drawn)
+    pads_with_last_token = spec_config.method == "ngram"
+    is_probabilistic = spec_config.draft_sample_method == "probabilistic"
+    requests = RequestsV2(config, runner.req_states, pads_with_last_token, is_probabilistic)
     counters = Counters(spec_config.num_speculative_tokens, runner.device)
-    terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
+    engine_params = LazyEngineParams(config, protected_token_ids(config, runner.vllm_config))
     reports = StepReports(counters, config.logprobs == "sampled")
     seeds_change = wrap_speculator(runner, config, requests)
     finish_requests = runner.finish_requests
@@ -306,12 +315,12 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
 
     def renewed(sampler: Sampler) -> MarsRejectionSamplerV2:
         sampler.logits_processors.append(requests)
-        own = terms, reports, requests, seeds_change
+        own = engine_params, reports, requests, seeds_change
         return MarsRejectionSamplerV2(sampler, spec_config, runner.device, *own)
 
     runner.finish_requests = leave_and_finish
-    reports.leave_with_outputs(runner)
-    log_start(terms, logger, "V2")
+    reports.attach_to_runner(runner)
+    log_start(engine_params, logger, "V2")
     if (draft_logits := getattr(runner.speculator, "draft_logits", None)) is not None:
         logger.info(
             "vLLM keeps the logits of probabilistic drafts: %.1f MiB of this device (%s: "

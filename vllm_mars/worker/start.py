@@ -3,7 +3,7 @@
 from logging import Logger
 
 from vllm_mars.options.config import MarsConfig
-from vllm_mars.worker.terms import EngineTerms
+from vllm_mars.worker.engine_params import LazyEngineParams
 
 
 def require_own_sampler(sampler: object, own: type) -> None:
@@ -24,7 +24,7 @@ def require_own_sampler(sampler: object, own: type) -> None:
         )
 
 
-def log_start(terms: EngineTerms, logger: Logger, runner: str) -> None:
+def log_start(engine_params: LazyEngineParams, logger: Logger, runner: str) -> None:
     """Logs once, on the first tensor-parallel rank, what verification an engine does."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -32,10 +32,10 @@ def log_start(terms: EngineTerms, logger: Logger, runner: str) -> None:
         return
     logger.info(
         "Margin-aware verification (MARS) is on: %s, %d protected tokens, model runner %s; %s",
-        _described(terms.config),
-        len(terms.protected_token_ids),
+        _described(engine_params.config),
+        len(engine_params.protected_token_ids),
         runner,
-        _loss(terms.config),
+        _loss(engine_params.config),
     )
 
 

@@ -3,43 +3,43 @@
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.budget.fused import ceil_units, fits_budget
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.law.fused import Decided
-from vllm_mars.kernels.ledger.fused import fitting, units_of
-from vllm_mars.kernels.rows.joined import forbids
+from vllm_mars.kernels.row_stats.combine import forbids
+from vllm_mars.kernels.served_dist.fused import RowDecisions
 
 
 @triton.jit
-def _judged(rows, is_accepted, loss, most, offset, length):
+def _judged(rows, is_accepted, loss, remaining, offset, length):
     """Verdicts at what the rule accepts."""
     forbidden = forbids(rows, True)
     wants = is_accepted & (forbidden == 0)
-    fits = fitting(wants, loss, most, offset, length)
+    fits = fits_budget(wants, loss, remaining, offset, length)
     verdict = tl.where(wants, tl.where(fits, C.VERDICT.RELAXED, C.VERDICT.LOSS), forbidden)
     return tl.where(is_accepted, verdict, 0)
 
 
 @triton.jit
-def greedy(rows, is_accepted, most, offset, length):
+def greedy(rows, is_accepted, remaining, offset, length):
     """Verdicts of a greedy request."""
     is_first = (rows.draft >= 0) & (rows.draft == rows.argmax)
     is_other = is_accepted & (is_first == 0)
-    verdict = _judged(rows, is_other, rows.loss, most, offset, length)
+    verdict = _judged(rows, is_other, rows.loss, remaining, offset, length)
     return tl.where(is_first, C.VERDICT.FIRST, verdict)
 
 
 @triton.jit
-def sampled(rows, odds, is_accepted, most, offset, length):
+def sampled(rows, logprobs, is_accepted, remaining, offset, length):
     """What is decided where a request samples; of what is accepted the bias is infinite."""
-    cost = units_of(-odds.log_p)
-    verdict = _judged(rows, is_accepted & odds.is_number, cost, most, offset, length)
+    cost = ceil_units(-logprobs.log_p)
+    verdict = _judged(rows, is_accepted & logprobs.is_number, cost, remaining, offset, length)
     is_relaxed = verdict == C.VERDICT.RELAXED
-    gained = ((1.0 - tl.exp(odds.log_p)) * C.PER_NAT + 0.5).to(tl.int64)
-    return Decided(
+    gained = ((1.0 - tl.exp(logprobs.log_p)) * C.PER_NAT + 0.5).to(tl.int64)
+    return RowDecisions(
         verdict,
         tl.where(is_relaxed, C.INF, 0.0),
-        tl.where(is_relaxed, odds.log_p, 0.0),
+        tl.where(is_relaxed, logprobs.log_p, 0.0),
         tl.where(is_relaxed, cost, 0),
         tl.where(is_relaxed, gained, 0),
-        tl.where(is_relaxed, -odds.log_p - odds.entropy, 0.0),
+        tl.where(is_relaxed, -logprobs.log_p - logprobs.entropy, 0.0),
     )

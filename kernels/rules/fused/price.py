@@ -3,30 +3,30 @@
 import triton
 import triton.language as tl
 
+from vllm_mars.kernels.budget.fused import at, fits_budget
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.law.fused import (
-    Decided,
-    cap,
+from vllm_mars.kernels.row_stats.combine import forbids, preserved_sums
+from vllm_mars.kernels.served_dist.fused import (
+    RowDecisions,
     log_partition,
     log_share_of,
-    tilted,
-    tilted_drift,
+    max_bias,
+    point_mass_dist,
+    point_mass_drift,
 )
-from vllm_mars.kernels.ledger.fused import at, fitting
-from vllm_mars.kernels.rows.joined import forbids, kept_sums
 
 
 @triton.jit
-def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
+def greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr):
     """Verdicts of a greedy request."""
     price = value
     forbidden = forbids(rows, True)
     is_read = rows.draft >= 0
     is_first = is_read & (rows.draft == rows.argmax)
     may_pay = is_read & (rows.logit > -C.INF) & (rows.first < C.INF) & (price > 0)
-    may_pay = may_pay & (offset < gainful) & (is_first == 0)
+    may_pay = may_pay & (offset < extendable) & (is_first == 0)
     wants = may_pay & (forbidden == 0)
-    fits = fitting(wants, rows.loss, most, offset, length)
+    fits = fits_budget(wants, rows.loss, remaining, offset, length)
     verdict = tl.where(wants, tl.where(fits, C.VERDICT.PAYABLE, C.VERDICT.LOSS), 0)
     verdict = tl.where(may_pay & (rows.loss < price) & (forbidden != 0), forbidden, verdict)
     verdict = tl.where(is_first, C.VERDICT.FIRST, verdict)
@@ -36,7 +36,7 @@ def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.conste
         now = at(offset, j, verdict)
         pays = now == C.VERDICT.PAYABLE
         worth = price + ahead - tl.where(pays, at(offset, j, rows.loss), 0)
-        is_reached = ((now == C.VERDICT.FIRST) & (j < gainful)) | (pays & (worth > 0))
+        is_reached = ((now == C.VERDICT.FIRST) & (j < extendable)) | (pays & (worth > 0))
         ahead = tl.where(is_reached, worth, 0)
         relaxed = tl.where(worth > 0, C.VERDICT.RELAXED, 0)
         verdict = tl.where((offset == j) & (verdict == C.VERDICT.PAYABLE), relaxed, verdict)
@@ -44,14 +44,16 @@ def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.conste
 
 
 @triton.jit
-def sampled(rows, odds, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
+def sampled(
+    rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr
+):
     """What is decided where a request samples."""
-    price, log_p, is_number = value, odds.log_p, odds.is_number
+    price, log_p, is_number = value, logprobs.log_p, logprobs.is_number
     forbidden = forbids(rows, False)
     # What p has, and its entropy, of the tokens that are not kept.
     partials, row, _ = splits
-    mass, surprise = kept_sums(partials, row, is_number, odds.lse)
-    rest, entropy = tl.maximum(1.0 - mass, 0.0), odds.entropy - surprise
+    mass, surprise = preserved_sums(partials, row, is_number, logprobs.lse)
+    rest, entropy = tl.maximum(1.0 - mass, 0.0), logprobs.entropy - surprise
     log_share = log_share_of(log_p, rest)
     wanted = tl.zeros_like(log_p)
     worth = tl.zeros([], tl.float32)
@@ -64,26 +66,26 @@ def sampled(rows, odds, splits, value, most, gainful, offset, length, SPLITS: tl
             at(offset, j, rest) * log_partition(at(offset, j, log_share), own_bias),
         )
         worth = tl.where(at(offset, j, is_number.to(tl.int32)) != 0, worth, 0.0)
-        worth = tl.where(j < gainful, worth, 0.0)
+        worth = tl.where(j < extendable, worth, 0.0)
         wanted = tl.where(offset == j, own_bias, wanted)
-    may_gain = is_number & (offset < gainful)
+    may_gain = is_number & (offset < extendable)
     wanted = tl.where(may_gain & (forbidden == 0), wanted, 0.0)
     verdict = tl.where(may_gain & (price > 0), forbidden, 0)
     bias = tl.zeros_like(log_p)
     log_z = tl.zeros_like(log_p)
-    loss = tl.zeros_like(most)
-    gained = tl.zeros_like(most)
+    loss = tl.zeros_like(remaining)
+    gained = tl.zeros_like(remaining)
     lost = tl.zeros([], tl.int64)
     for j in range(0, length):
-        left = tl.maximum(at(offset, j, most) - lost, 0)
-        own_bias = tl.minimum(at(offset, j, wanted), cap(left))
+        left = tl.maximum(at(offset, j, remaining) - lost, 0)
+        own_bias = tl.minimum(at(offset, j, wanted), max_bias(left))
         own = at(offset, j, log_share), at(offset, j, rest), own_bias, left
-        own_log_z, own_loss, own_gain = tilted(*own)
-        is_tilted = (offset == j) & (wanted > 0.0)
-        bias = tl.where(is_tilted, own_bias, bias)
-        log_z = tl.where(is_tilted, own_log_z, log_z)
-        loss = tl.where(is_tilted, own_loss, loss)
-        gained = tl.where(is_tilted, own_gain, gained)
-        lost += tl.sum(tl.where(is_tilted, own_loss, 0), axis=0)
-    drift = tl.where(bias > 0.0, tilted_drift(log_z, log_p, rest, entropy), 0.0)
-    return Decided(verdict, bias, log_z, loss, gained, drift)
+        own_log_z, own_loss, own_gain = point_mass_dist(*own)
+        is_biased = (offset == j) & (wanted > 0.0)
+        bias = tl.where(is_biased, own_bias, bias)
+        log_z = tl.where(is_biased, own_log_z, log_z)
+        loss = tl.where(is_biased, own_loss, loss)
+        gained = tl.where(is_biased, own_gain, gained)
+        lost += tl.sum(tl.where(is_biased, own_loss, 0), axis=0)
+    drift = tl.where(bias > 0.0, point_mass_drift(log_z, log_p, rest, entropy), 0.0)
+    return RowDecisions(verdict, bias, log_z, loss, gained, drift)

@@ -16,12 +16,14 @@ def _accepts(rows, value):
 
 
 @triton.jit
-def greedy(rows, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
+def greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr):
     """Verdicts of a greedy request."""
-    return outright.greedy(rows, _accepts(rows, value), most, offset, length)
+    return outright.greedy(rows, _accepts(rows, value), remaining, offset, length)
 
 
 @triton.jit
-def sampled(rows, odds, splits, value, most, gainful, offset, length, SPLITS: tl.constexpr):
+def sampled(
+    rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr
+):
     """What is decided where a request samples."""
-    return outright.sampled(rows, odds, _accepts(rows, value), most, offset, length)
+    return outright.sampled(rows, logprobs, _accepts(rows, value), remaining, offset, length)

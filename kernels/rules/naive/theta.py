@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from vllm_mars.kernels.record import float_of
-from vllm_mars.kernels.rows.naive import Rows
+from vllm_mars.kernels.interface import decode_value
+from vllm_mars.kernels.row_stats.naive import Rows
 from vllm_mars.kernels.rules import THETA
 from vllm_mars.kernels.rules.naive import outright
 
@@ -26,7 +26,7 @@ def accepts(rows: Rows, i: int, value: int) -> bool:
     draft, argmax, row = rows.draft[i], rows.argmax[i], rows.logits[i]
     if draft < 0:
         return False
-    theta, first, logit = float_of(THETA, value), row[argmax], row[draft]
+    theta, first, logit = decode_value(THETA, value), row[argmax], row[draft]
     least = theta * first
     if not (logit > least and (theta == 1 or first > 0)):
         return False

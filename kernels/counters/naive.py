@@ -1,0 +1,86 @@
+"""Where a step writes down what it did: the counters of an engine, and the rows of a report."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_mars.kernels.budget import UNIT
+from vllm_mars.kernels.counters.table import CounterLayout
+from vllm_mars.kernels.interface import StepCounters, Verdict
+
+if TYPE_CHECKING:
+    from vllm_mars.kernels.accept.naive import Emitted
+
+
+def record_step(
+    emitted: "Emitted",
+    draft: Sequence[int],
+    is_greedy: bool,
+    is_relaxable: bool,
+    req_idx: int,
+    step_counters: StepCounters | None,
+    layout: CounterLayout,
+) -> tuple[int, int]:
+    """Counts a request's step; returns relaxed tokens and loss."""
+    num_relaxed = lost = drift_up = drift_down = 0
+    gained = sum(emitted.gained)
+    table = (
+        None
+        if step_counters is None or step_counters.table is None
+        else step_counters.table[req_idx]
+    )
+    if table is not None:
+        table[0] = math.nan
+        table[1] = 0
+        table[0, : len(emitted.log_ratios)] = torch.tensor(emitted.log_ratios)
+    for offset, decision in enumerate(emitted.decisions):
+        is_relaxed = offset < emitted.accepted and decision.verdict == Verdict.RELAXED
+        num_relaxed += is_relaxed
+        if is_relaxed or not is_greedy:
+            lost += decision.loss
+            gained += decision.gained
+            drift_up += max(decision.drift, 0)
+            drift_down += max(-decision.drift, 0)
+        if table is not None and is_relaxed and is_greedy:
+            table[0, offset] = decision.loss * UNIT
+        if table is not None and not is_greedy:
+            table[1, offset] = decision.drift * UNIT
+    if step_counters is not None:
+        counts = step_counters.counts.numpy()
+        for offset, decision in enumerate(emitted.decisions):
+            if draft[offset] < 0:
+                continue
+            is_accepted, verdict = offset < emitted.accepted, decision.verdict
+            counts[layout.verified][offset] += 1
+            counts[layout.relaxable] += is_relaxable
+            counts[layout.accepted][offset] += is_accepted
+            counts[layout.relaxed][offset] += is_accepted and verdict == Verdict.RELAXED
+            if verdict >= Verdict.PROTECTED:
+                counts[layout.refused][verdict - Verdict.PROTECTED] += 1
+        counts[layout.lost] += lost
+        counts[layout.gained] += gained
+        counts[layout.drift_up] += drift_up
+        counts[layout.drift_down] += drift_down
+    return num_relaxed, lost
+
+
+def log_ratios(table: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """log m - log p of a step's tokens: 0 of greedy requests, and behind the last token.
+
+    Args:
+        table: float32 `[batch, 2, width]`: see `StepCounters`.
+        temperature: `[batch]`; 0 is greedy.
+    """
+    return table[:, 0].nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
+
+
+def of_sampled(token_ids: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
+    """What is added to logprobs, so that they are log m of the sampled token in every column.
+
+    Args:
+        token_ids: `[rows, columns]`, first the sampled token; the same one may come again.
+        ratios: `[rows]`: see `log_ratios`.
+    """
+    return torch.where(token_ids == token_ids[:, :1], ratios[:, None], 0.0)

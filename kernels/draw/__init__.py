@@ -1,1 +1,0 @@
-"""The draw behind a request's accepted drafts."""

@@ -1,1 +1,0 @@
-"""The tokens that keep their probability."""

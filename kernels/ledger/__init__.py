@@ -1,1 +1,0 @@
-"""What a request may lose, in units in which every backend agrees."""

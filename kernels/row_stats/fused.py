@@ -1,0 +1,494 @@
+"""What the rule needs to know of each row, in one Triton kernel that reads each row once.
+
+Symbols: V vocabulary, R rows that are read, S splits of a row.
+
+    rows_kernel    grid (R, S)   streams V / S logits, keeps the two largest values of each lane and
+                                 the chunk of 16 bytes that the largest came from, reduces them,
+                                 looks up the id, and writes one partial result; a rule that does
+                                 not need it has no second largest
+
+`combine` has the device functions with which the next kernels join a row's partial results.
+
+Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); logit [R]
+float32 (of the draft token); where a request samples also sums [R, S, 2] float32 (sums of
+exp(z - z1) and of (z - z1) exp(z - z1), of which the log-sum-exp and the entropy of a row are made)
+and preserved [R, 3] float32 (the largest logit of the kept tokens, and these sums relative to it),
+and where drafts are drawn draft [R, S, 2] float32 (largest scaled logit of the draft, and the sum
+of powers of 2 relative to it). So nothing behind this kernel but what reads drawn drafts and what
+draws looks at the logits. The bonus row of a request that samples is not read: only a draw looks
+at it.
+
+Bytes moved: R * V * itemsize once, plus 20 * R * S twice. Not materialised: gathered rows, float32
+copies, softmax, masks of the logits' size.
+
+Packing: a float32 maps to an int32 of the same order, NaN to the largest. It stands above the
+complement of the id in an int64, so that one integer maximum finds the largest value and, of
+equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
+"""
+
+import functools
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from vllm_mars.kernels.constants import C
+from vllm_mars.kernels.interface import Constraints, EngineParams, SamplingInputs, VerifyInputs
+from vllm_mars.kernels.launch import LaunchCache, launch_cache_for
+from vllm_mars.kernels.preserved import num_preserved, preserved_tokens
+
+# Indices start where vLLM's views of them start, so their alignment would only multiply the
+# compiled variants; nothing is gained from it.
+_UNALIGNED = ["input_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr"]
+# Small batches share variants: fewer than 8 positions cost no less.
+_MIN_POSITIONS = 8
+
+
+@triton.jit
+def _pack(value, token_id):
+    """Orders (value, lowest id) pairs as int64; -0.0 counts as 0.0 and NaN as the largest."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = tl.where(value != value, 0x7FFFFFFF, ordered)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token_id).to(tl.int64)
+
+
+@triton.jit
+def unpack_value(packed):
+    """The float32 of a packed pair."""
+    ordered = (packed >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_id(packed):
+    """The token id of a packed pair, as int32."""
+    return 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
+    """Joins the two largest values of neighbouring groups, given as [CHUNKS, 2]."""
+    first_a, first_b = tl.split(first)
+    second_a, second_b = tl.split(second)
+    # FMNMX.NAN: a NaN anywhere becomes the first; what then stands second is never looked at.
+    first = tl.maximum(first_a, first_b, propagate_nan=tl.PropagateNan.ALL)
+    second = tl.maximum(tl.minimum(first_a, first_b), tl.maximum(second_a, second_b))
+    return first, second
+
+
+@triton.jit
+def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The two largest values of each chunk, [CHUNKS] each, by a tree within one thread."""
+    a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
+    first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    second = tl.minimum(a, b)
+    if CHUNK == 8:
+        first, second = _top2_of_pairs(
+            tl.reshape(first, [CHUNKS, 2, 2]), tl.reshape(second, [CHUNKS, 2, 2]), CHUNKS
+        )
+    return _top2_of_pairs(first, second, CHUNKS)
+
+
+@triton.jit
+def _max_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The largest value of each chunk, [CHUNKS], by the same tree."""
+    a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
+    first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    if CHUNK == 8:
+        a, b = tl.split(tl.reshape(first, [CHUNKS, 2, 2]))
+        first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    a, b = tl.split(first)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def divide_logits(logits, divisor, APPLY_TEMPERATURE: tl.constexpr):
+    """float32 of the target's logits, divided as vLLM does it."""
+    logits = logits.to(tl.float32)
+    if APPLY_TEMPERATURE:
+        logits = logits / divisor
+    return logits
+
+
+@triton.jit
+def temperature_divisor(sampling, slot, APPLY_TEMPERATURE: tl.constexpr):
+    """What a request's logits are divided by: its temperature, or 1."""
+    divisor = 1.0
+    if APPLY_TEMPERATURE:
+        temperature = tl.load(sampling.temperature + slot)
+        divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    return divisor
+
+
+@triton.jit
+def _find(
+    row_ptr, chunk, value, vocab, divisor, CHUNK: tl.constexpr, APPLY_TEMPERATURE: tl.constexpr
+):
+    """The lowest id of a chunk whose logit is the value, or a NaN as it is."""
+    token_id = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
+    logit = divide_logits(logit, divisor, APPLY_TEMPERATURE)
+    value = value + tl.zeros([CHUNK], tl.float32)
+    found = (logit == value) | ((logit != logit) & (value != value))
+    return tl.min(tl.where(found, token_id, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def _sum_preserved(
+    out_ptr,
+    row_ptr,
+    record_ptr,
+    protected,
+    constraints,
+    row,
+    vocab,
+    divisor,
+    APPLY_TEMPERATURE: tl.constexpr,
+):
+    """Writes the sums over the kept tokens of a row, relative to the largest of their logits."""
+    largest = tl.full([], C.LEAST, tl.float32)
+    total = tl.zeros([], tl.float32)
+    moment = tl.zeros([], tl.float32)
+    for first in range(0, num_preserved(protected, constraints, row), C.PRESERVED_CHUNK):
+        token = preserved_tokens(first, record_ptr, protected, constraints, row, vocab)
+        value = tl.load(row_ptr + token, mask=token >= 0, other=float("-inf"))
+        value = divide_logits(value, divisor, APPLY_TEMPERATURE)
+        now = tl.maximum(largest, tl.max(value, axis=0))
+        shift = tl.maximum(largest - now, C.NOTHING)
+        moment = (moment + total * shift) * tl.exp(shift)
+        below = tl.maximum(value - now, C.NOTHING)
+        weight = tl.exp(below)
+        total = total * tl.exp(shift) + tl.sum(weight, axis=0)
+        moment += tl.sum(weight * below, axis=0)
+        largest = now
+    tl.store(out_ptr, largest)
+    tl.store(out_ptr + 1, total)
+    tl.store(out_ptr + 2, moment)
+
+
+@triton.jit
+def _draft_sums(row_ptr, start, num_blocks, scale, vocab, BLOCK: tl.constexpr):
+    """Of a part of a draft's row the largest of its scaled logits, and the sum of powers of 2."""
+    # A finite start, so that a lane that meets nothing above -inf subtracts no infinities.
+    largest = tl.full([BLOCK], C.LEAST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    token = start + tl.arange(0, BLOCK)
+    for _ in range(0, num_blocks):
+        value = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        value = value.to(tl.float32) * scale
+        larger = tl.maximum(largest, value)
+        total = total * libdevice.exp2(largest - larger) + libdevice.exp2(value - larger)
+        largest = larger
+        token += BLOCK
+    of_all = tl.max(largest, axis=0)
+    return of_all, tl.sum(total * libdevice.exp2(largest - of_all), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "blocks_per_split"],
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
+def rows_kernel(
+    # `Partials`
+    partials,
+    # [num_rows, vocab]
+    logits_ptr,
+    logits_stride,
+    # [num_rows]: a row's draft token is the next entry
+    input_ids_ptr,
+    # Where requests sample: [S, RECORD_SIZE], `Protected` or None, `Constraints` or None, slot and
+    # place within its request of each row, [num_rows] each, and `SamplingTensors`
+    records_ptr,
+    protected,
+    constraints,
+    expanded_idx_mapping_ptr,
+    expanded_local_pos_ptr,
+    sampling,
+    draft_stride,
+    draft_step_stride,
+    num_rows,
+    vocab,
+    blocks_per_split,
+    BLOCK: tl.constexpr,
+    # Logits of one 16-byte load: 8 of a 16-bit dtype, 4 of float32.
+    CHUNK: tl.constexpr,
+    WITH_SECOND: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    APPLY_TEMPERATURE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    slot = tl.zeros([], tl.int64)
+    divisor = 1.0
+    # Triton 3.6 compares no tuple that holds None, as `sampling` does where drafts are not drawn.
+    if expanded_idx_mapping_ptr is not None:
+        # A request's bonus row is its last. Of one that samples only a draw looks at it. The
+        # temperatures can lie in the host's memory, so that others read them only to divide.
+        next_local_pos = tl.load(expanded_local_pos_ptr + row + 1, mask=row + 1 < num_rows, other=0)
+        slot = tl.load(expanded_idx_mapping_ptr + row).to(tl.int64)
+        if next_local_pos == 0:
+            if tl.load(sampling.temperature + slot) != 0.0:
+                return
+        divisor = temperature_divisor(sampling, slot, APPLY_TEMPERATURE)
+    # int64 before the multiply: a row can start past 2**31 elements.
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+
+    CHUNKS: tl.constexpr = BLOCK // CHUNK
+    # Ids are followed for chunks, not for logits: that is two thirds of the loop's instructions.
+    chunk = split * blocks_per_split * CHUNKS + tl.arange(0, CHUNKS)
+    # Of a lane that meets nothing above -inf the first chunk counts as the best.
+    best = tl.full([CHUNKS], float("-inf"), tl.float32)
+    best_chunk = chunk
+    second = tl.full([CHUNKS], float("-inf"), tl.float32)
+    # Of each lane relative to its largest logit, or to this where it has met none above -inf.
+    sums = tl.zeros([CHUNKS], tl.float32)
+    moments = tl.zeros([CHUNKS], tl.float32)
+    base = tl.full([CHUNKS], C.LEAST, tl.float32)
+    for _ in range(0, blocks_per_split):
+        token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        # -inf is neutral to a maximum.
+        value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
+        value = divide_logits(value, divisor, APPLY_TEMPERATURE)
+        if WITH_SECOND:
+            first, runner_up = _top2_of_chunks(value, CHUNKS, CHUNK)
+        else:
+            first = _max_of_chunks(value, CHUNKS, CHUNK)
+        # Strictly larger: of equal logits the lowest id stays. The first NaN wins for good.
+        better = (first > best) | ((first != first) & (best == best))
+        if WITH_SECOND:
+            second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
+        best = tl.where(better, first, best)
+        best_chunk = tl.where(better, chunk, best_chunk)
+        if WITH_SUM:
+            now = tl.maximum(best, C.LEAST)
+            shift = base - now
+            decay = libdevice.exp2(shift * C.LOG2_E)
+            moments = (moments + sums * shift) * decay
+            sums = sums * decay
+            below = tl.maximum(value - now[:, None], C.NOTHING)
+            weight = libdevice.exp2(below * C.LOG2_E)
+            sums += tl.sum(weight, axis=1)
+            moments += tl.sum(weight * below, axis=1)
+            base = now
+        chunk += CHUNKS
+
+    packed = _pack(best, best_chunk)
+    winner = tl.max(packed, axis=0)
+    loses = packed != winner
+    first = unpack_value(winner)
+    # The winning chunk once more, from the cache, for the id within it.
+    first_id = _find(row_ptr, unpack_id(winner), first, vocab, divisor, CHUNK, APPLY_TEMPERATURE)
+    out = row.to(tl.int64) * tl.num_programs(1) + split
+    tl.store(partials.best + out, _pack(first, first_id))
+    if WITH_SECOND:
+        # z2 is the largest of what the winning lane holds second and the other lanes hold first.
+        tl.store(partials.second + out, tl.max(tl.where(loses, best, second), axis=0))
+    if WITH_SUM:
+        shift = base - tl.maximum(first, C.LEAST)
+        tl.store(partials.sums + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
+        moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=0)
+        tl.store(partials.sums + 2 * out + 1, moment)
+    if expanded_idx_mapping_ptr is not None:
+        if sampling.draft_logits is not None:
+            draft_temperature = tl.load(sampling.draft_temperature + slot)
+            if (draft_temperature != 0.0) & (next_local_pos != 0):
+                local_pos = tl.load(expanded_local_pos_ptr + row).to(tl.int64)
+                draft_ptr = (
+                    sampling.draft_logits + slot * draft_stride + local_pos * draft_step_stride
+                )
+                start = split * blocks_per_split * BLOCK
+                ends = start, blocks_per_split, C.LOG2_E / draft_temperature, vocab
+                largest, total = _draft_sums(draft_ptr, *ends, BLOCK)
+                tl.store(partials.draft + 2 * out, largest)
+                tl.store(partials.draft + 2 * out + 1, total)
+    if split == 0:
+        draft = tl.load(input_ids_ptr + row + 1, mask=row + 1 < num_rows, other=-1)
+        in_vocab = (draft >= 0) & (draft < vocab)
+        logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
+        tl.store(partials.logit + row, divide_logits(logit, divisor, APPLY_TEMPERATURE))
+        if expanded_idx_mapping_ptr is not None:
+            record_ptr = records_ptr + slot * C.RECORD_SIZE
+            own = record_ptr, protected, constraints, row, vocab
+            _sum_preserved(partials.preserved + 3 * row, row_ptr, *own, divisor, APPLY_TEMPERATURE)
+
+
+class Partials(NamedTuple):
+    """The partial results of rows. What was not asked for is not written.
+
+    Attributes:
+        best, second: `[num_rows, num_splits]`; sums, draft: `[num_rows, num_splits, 2]`; logit:
+            `[num_rows]`; kept: `[num_rows, 3]`; see above.
+    """
+
+    best: torch.Tensor
+    second: torch.Tensor
+    sums: torch.Tensor
+    logit: torch.Tensor
+    preserved: torch.Tensor
+    draft: torch.Tensor
+
+
+# What one kernel hands to the next is kept by device and size, so that nothing is allocated once a
+# batch size is warm. Calls on one device must follow each other on one stream, as a sampler's steps
+# do.
+@functools.cache
+def _cached_partials(size: int, device: torch.device) -> Partials:
+    best = torch.empty(size, dtype=torch.int64, device=device)
+    sizes = size, 2 * size, size, 3 * size, 2 * size
+    return Partials(best, *(torch.empty(each, device=device) for each in sizes))
+
+
+def bucket_size(number: int, least: int) -> int:
+    """The power of 2 that holds so many, so that few sizes are kept.
+
+    It is plain arithmetic: Triton's own takes a microsecond on the host.
+    """
+    return 1 << (max(number, least) - 1).bit_length()
+
+
+@functools.cache
+def num_lanes(vocab: int) -> int:
+    """SPLITS for `reduce_splits`: a power of 2 that holds the splits of a row in any batch.
+
+    It depends on the vocabulary alone, so that batches of all sizes share one variant.
+    """
+    return int(triton.next_power_of_2(triton.cdiv(vocab, block_size(vocab))))
+
+
+@functools.cache
+def block_size(vocab: int) -> int:
+    """Logits that a program reads at a time."""
+    return int(min(4096, max(256, triton.next_power_of_2(vocab))))
+
+
+@functools.cache
+def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int, int]:
+    """Settings of `rows_kernel`: (splits, blocks of a split, block size, warps).
+
+    A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
+    16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip; many
+    rows take fewer splits, down to about 2,048 programs, so that partial results stay few while a
+    last wave that is not full costs little. On an H200 none of nine other settings was faster.
+    """
+    block = block_size(vocab)
+    blocks = triton.cdiv(vocab, block)
+    splits = max(1, min(blocks, 2048 // max(1, num_rows)))
+    blocks_per_split = triton.cdiv(blocks, splits)
+    splits = triton.cdiv(vocab, blocks_per_split * block)
+    return splits, blocks_per_split, block, 8 if block >= 2048 else 4
+
+
+class Reduced(NamedTuple):
+    """A step whose rows have been read: what the kernels behind `rows_kernel` are given.
+
+    Attributes:
+        step, engine_params, constraints, sampling_inputs: see `kernels.fused.verify`.
+        launch_cache: by which the step's kernels are launched.
+        partials: the partial results of its rows.
+        num_splits: of each row.
+    """
+
+    step: VerifyInputs
+    engine_params: EngineParams
+    constraints: Constraints | None
+    sampling_inputs: SamplingInputs | None
+    launch_cache: LaunchCache
+    partials: Partials
+    num_splits: int
+
+    @property
+    def num_positions(self) -> int:
+        """POSITIONS of the kernels that look at a request's rows."""
+        return bucket_size(self.step.num_speculative_tokens + 1, _MIN_POSITIONS)
+
+
+def reduce_rows(
+    step: VerifyInputs,
+    engine_params: EngineParams,
+    constraints: Constraints | None = None,
+    sampling_inputs: SamplingInputs | None = None,
+) -> Reduced:
+    """Launches `rows_kernel`.
+
+    Args:
+        step: what is read of it are the logits and the draft tokens, and where requests sample the
+            tokens that end them.
+        engine_params: of the engine.
+        constraints: what the text before each row asks, or None.
+        sampling_inputs: of the step, where requests sample; then the sums are found, too.
+    """
+    logits, rule = step.logits, engine_params.rule
+    num_rows, vocab = logits.shape
+    num_splits, blocks_per_split, block, warps = launch_settings(vocab, num_rows)
+    partials = _cached_partials(bucket_size(num_rows * num_splits, 4096), logits.device)
+    own = _launch_cache_of(step, engine_params, constraints, sampling_inputs)
+    if num_rows:
+        own.launch(
+            rows_kernel,
+            (num_rows, num_splits, 1),
+            partials,
+            logits,
+            logits.stride(0),
+            step.input_ids,
+            None if sampling_inputs is None else step.records.table,
+            None if sampling_inputs is None else engine_params.protected,
+            None if sampling_inputs is None else constraints,
+            None if sampling_inputs is None else sampling_inputs.expanded_idx_mapping,
+            None if sampling_inputs is None else sampling_inputs.expanded_local_pos,
+            None if sampling_inputs is None else sampling_inputs.sampling,
+            *draft_strides(sampling_inputs),
+            num_rows,
+            vocab,
+            blocks_per_split,
+            block,
+            16 // logits.element_size(),
+            rule.needs.second,
+            rule.needs.sums or sampling_inputs is not None,
+            sampling_inputs is not None and sampling_inputs.apply_temperature,
+            num_warps=warps,
+            # Sums alone are rounded once where a multiplication and an addition are.
+            enable_fp_fusion=True,
+        )
+    return Reduced(step, engine_params, constraints, sampling_inputs, own, partials, num_splits)
+
+
+def _launch_cache_of(
+    step: VerifyInputs,
+    engine_params: EngineParams,
+    constraints: Constraints | None,
+    sampling_inputs: SamplingInputs | None,
+) -> LaunchCache:
+    logits = step.logits
+    given: tuple[Hashable, ...] = ()
+    if sampling_inputs is not None:
+        drafts = sampling_inputs.sampling.draft_logits
+        given = (
+            sampling_inputs.pos.dtype,
+            sampling_inputs.expanded_idx_mapping.dtype,
+            sampling_inputs.expanded_local_pos.dtype,
+        )
+        if drafts is not None:
+            given = *given, drafts.dtype, drafts.data_ptr() % 16 == 0
+            given = *given, sampling_inputs.sampling.next_seeds is None
+    return launch_cache_for(
+        *(engine_params.rule.name, logits.device, logits.dtype, logits.data_ptr() % 16 == 0),
+        *(
+            step.input_ids.dtype,
+            step.slots.dtype,
+            engine_params.protected is None,
+            constraints is None,
+        ),
+        *given,
+    )
+
+
+def draft_strides(sampling_inputs: SamplingInputs | None) -> tuple[int, int]:
+    """From slot to slot, and from place to place, of the draft's logits; 0 without any."""
+    if sampling_inputs is None or sampling_inputs.sampling.draft_logits is None:
+        return 0, 0
+    first, second, _ = sampling_inputs.sampling.draft_logits.stride()
+    return first, second
