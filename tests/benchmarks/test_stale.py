@@ -24,7 +24,7 @@ CHANGES = {
     "kernels": [["--", "kernels", "vllm_mars/*/sampler_v2.py"]],
 }
 # Commits that gave files other places and names, and changed nothing of what they do.
-MOVES = ("1e79f4e", "31c5bcd")
+MOVES = ("1e79f4e", "31c5bcd", "4d45322")
 FILES = {path.stem: path for path in figures.RESULTS.glob("*.json") if path.stem != "index"}
 
 
