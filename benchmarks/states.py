@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.drafts import DrawnUnder, draw_as_vllm
 from benchmarks.text import SERVERS, open_engine, prompts_of
 from benchmarks.text_report import cell, read_all, show
 from vllm_mars.kernels.accept import naive as accept
@@ -66,13 +67,21 @@ class Judge:
     Args:
         prompt_of: gives the name of the prompt of the request at a place of the batch, or None.
         every: of the steps of an answer one in so many is judged, in no order.
+        drafts: names of further draft distributions, in the order in which `drafts.draw_as_vllm`
+            has them; each rule is judged with each of them, too.
 
     Attributes:
         prices: of the rules, by name.
         sums: by prompt and rule, `SUMS`.
     """
 
-    def __init__(self, prompt_of: Callable[[int], str | None], every: int = 1) -> None:
+    def __init__(
+        self,
+        prompt_of: Callable[[int], str | None],
+        every: int = 1,
+        drafts: Sequence[str] = (),
+    ) -> None:
+        self.drafts = drafts
         self.prices: dict[str, float] = {STRICT: 0.0}
         self.sums: dict[str, dict[str, np.ndarray]] = {}
         self._prompt_of = prompt_of
@@ -90,34 +99,38 @@ class Judge:
                 yield allowed
 
         def on_greedy(rows: Any, begin: int, end: int, allowed: Any, which: Any) -> Any:
-            self._add(allowed, lambda it: of_greedy(rows, begin, end, it))
+            self._add(allowed, lambda it, _: of_greedy(rows, begin, end, it))
             return greedy(rows, begin, end, allowed, which)
 
         def on_fixed(rows: Any, allowed: Any, which: Any, own: Any) -> Any:
             own.read(slice(None))
             read = read_probabilities(rows, own.begin, own.z, own.p, own.kept)
-            self._add(allowed, lambda it: of_fixed(read, own, it))
+            self._add(allowed, lambda it, _: of_fixed(read, own, it))
             return fixed(rows, allowed, which, own)
 
         def on_drawn(rows: Any, allowed: Any, own: Any) -> Any:
             own.read(slice(None))
-            self._add(allowed, lambda it: of_drawn(rows, own, it))
+            q = own.q.view(len(own.q), 1 + len(self.drafts), -1).unbind(1)
+            own.q = q[0]
+            self._add(allowed, lambda it, place: of_drawn(rows, own, it, q[place]))
             return drawn(rows, allowed, own)
 
         setattr(accept, "allowances", noted)
         for name, wrapped in (("greedy", on_greedy), ("fixed", on_fixed), ("drawn", on_drawn)):
             setattr(accept, f"_{name}", wrapped)
 
-    def _add(self, allowed: Any, judged: Callable[[Any], np.ndarray]) -> None:
+    def _add(self, allowed: Any, judged: Callable[[Any, int], np.ndarray]) -> None:
         name = self._prompt_of(self._place)
         if name is None or allowed.has_ended:
             return
         self._seen[name] += 1
         if zlib.crc32(f"{name} {self._seen[name]}".encode()) % self._every:
             return
-        sums = self.sums.setdefault(name, {it: np.zeros(len(SUMS)) for it in self.prices})
-        for it, price in self.prices.items():
-            sums[it] += judged(allowed._replace(value=price_units(price), rate=NO_BOUND))
+        sums = self.sums.setdefault(name, defaultdict(lambda: np.zeros(len(SUMS))))
+        for rule, price in self.prices.items():
+            own = allowed._replace(value=price_units(price), rate=NO_BOUND)
+            for place, drafts in enumerate(("", *self.drafts)):
+                sums[", ".join(filter(None, (rule, drafts)))] += judged(own, place)
 
 
 def of_greedy(rows: Any, begin: int, end: int, allowed: Any) -> np.ndarray:
@@ -142,20 +155,27 @@ def of_fixed(rows: Any, own: Any, allowed: Any) -> np.ndarray:
     return found
 
 
-def of_drawn(rows: Any, own: Any, allowed: Any) -> np.ndarray:
-    """The same with a drawn draft."""
-    found, reach = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
+def of_drawn(rows: Any, own: Any, allowed: Any, q: Any) -> np.ndarray:
+    """The same with a drawn draft, on average over drafts that are drawn from q.
+
+    The draft was drawn from what can propose all that q can, so it counts by its probability under
+    q over that under which it was drawn.
+    """
+    found, reach, weight = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0, 1.0
     prices = law.drawn_prices(rows, own.begin, own.end, allowed, own.most_drafts)
     for i, (x, price) in enumerate(zip(rows.draft[own.begin : own.end], prices, strict=True)):
         if x < 0:
             break
-        row = own.z[i], own.p[i], own.q[i], price, own.kept[i]
+        row = own.z[i], own.p[i], q[i], price, own.kept[i]
         served = law.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
-        outside = own.q[i] == 0
+        outside = q[i] == 0
         shares = float(own.p[i][outside].sum()), float(served.m[outside].sum())
-        found += reach * np.array([0, 0, served.loss, served.drift, 1, *shares])
-        reach = reached(reach, float(served.m[x]), float(own.q[i, x]))
-        found[0] += reach
+        found += weight * reach * np.array([0, 0, served.loss, served.drift, 1, *shares])
+        if not (of_q := float(q[i, x])):
+            break
+        reach = reached(reach, float(served.m[x]), of_q)
+        weight *= of_q / float(own.q[i, x])
+        found[0] += weight * reach
     return found
 
 
@@ -188,7 +208,9 @@ def measure(args: argparse.Namespace) -> None:
         request = runner.requests[runner.input_batch.req_ids[place]]
         return names.get(tuple(request.prompt_token_ids))
 
-    judge = Judge(prompt_of, args.every)
+    judge = Judge(prompt_of, args.every, args.drafts)
+    if args.drafts:
+        draw_as_vllm(runner, [DrawnUnder(**json.loads(name)) for name in args.drafts])
     judge.install()
     append_line(args.output, {"run": describe_run(gpu)})
     for temperature in args.temperatures:
@@ -296,6 +318,13 @@ def main(arguments: list[str] | None = None) -> None:
     add("--num-speculative-tokens", type=int, default=4)
     add("--fixed-drafts", action="store_true")
     add("--draft-temperature", type=float, help="as mars_draft_temperature")
+    add(
+        "--drafts",
+        nargs="+",
+        default=[],
+        help="draws as vLLM does, and judges other draft distributions as well, each in JSON with "
+        "the fields of drafts.DrawnUnder; {} is that of a strict request",
+    )
     add("--max-tokens", type=int, default=96)
     add("--batch", type=int, default=32)
     add("--every", type=int, default=2, help="one step in so many is judged")

@@ -236,12 +236,14 @@ class Step:
 
 
 class Speculator:
-    """Drafts nothing. Its `propose` takes what vLLM's takes.
+    """Drafts nothing, without graphs. Its `propose` takes what vLLM's takes.
 
     Attributes:
         draft_logits: as in `Step`.
         given: temperatures and seeds of the last call.
     """
+
+    draft_watermarker = None
 
     def __init__(self, draft_logits: Any) -> None:
         self.draft_logits = draft_logits
@@ -264,6 +266,12 @@ class Speculator:
     ) -> None:
         """Notes what it draws with."""
         self.given = temperature, seeds
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing."""
+
+    def capture(self) -> None:
+        """Nothing."""
 
 
 class RunnerV2:

@@ -25,7 +25,7 @@ from vllm_mars.releases import RELEASES
 ROOT = Path(__file__).parents[1]
 # In a sentence: enough of a command to check.
 INLINE = re.compile(
-    r"`((?:\.venv/bin/|[A-Z_]+=\S+ )?(?:vllm-mars|make|pip install|python -m) [^`\n]+)`"
+    r"`((?:\.venv/bin/|[A-Z_]+=\S+ )?(?:vllm-mars|make|pip install|python -m) (?!\d)[^`\n]+)`"
 )
 PAGES = sorted(
     path

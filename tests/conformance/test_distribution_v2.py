@@ -4,19 +4,26 @@ Triton's interpreter takes 50 ms for a request, hence small cases; `test_step_v2
 by token.
 """
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
+from vllm import SamplingParams
 from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
 
 from benchmarks.step_v2 import Request, Step
-from enumerated import FEATURES, Batch, case_of
+from enumerated import FEATURES, PARAMETERS, Batch, case_of
 from scheduled import CASES, MARS, Engine, logits_of, write_model
 from steps_v2 import emitted
+from vllm_mars import MarsConfig
 from vllm_mars.kernels.accept import fused as accept_kernel
 from vllm_mars.kernels.draw import fused as draw_kernel
 from vllm_mars.kernels.law import fused as clip_kernel
+from vllm_mars.worker.draft_sampling_v2 import DraftSampler
 
 pytestmark = pytest.mark.interpreted
 
@@ -24,6 +31,11 @@ pytestmark = pytest.mark.interpreted
 SHARE = 0.5
 DAILY = "cut", "forbidden", "bound alone", "followers", "ends", "later end", "protected", "all"
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES if name not in DAILY]
+# Of the parameters that drafts are drawn under, all together by day.
+ASKED = [
+    pytest.param(name, marks=[pytest.mark.nightly] if name != "all parameters" else [])
+    for name in PARAMETERS
+]
 
 
 def filled(like, of_places, seed, rest):
@@ -78,6 +90,49 @@ def check(monkeypatch, batch, logits, acceptable=None):
 @pytest.mark.parametrize("name", [*DAILY, *NIGHTLY])
 def test_v2(monkeypatch, is_drawn, name):
     batch = Batch(case_of(2, name, is_drawn=is_drawn, every=8))
+    check(monkeypatch, batch, batch.logits)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_v2_where_drafts_are_drawn_under_parameters(monkeypatch, name):
+    """By what stands in vLLM's speculator, which keeps what it draws from."""
+    case = case_of(1, is_drawn=True, steps=2, price=1.0, max_loss=None, answer=(1, 2, 0, 2))
+    repetition, frequency, presence, top_k, top_p = PARAMETERS[name]
+    given = SamplingParams(
+        temperature=1 / SHARE,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    logits = torch.zeros(2, case.vocab)
+    step = Step([Request(given, [0], [3, 1, 4, *case.answer], 3, 3)], logits, logits[None, :1])
+    config = MarsConfig(price=1.0, draft_temperature=SHARE)
+    requests = (sampler := step.sampler(config)).requests
+    tokens = torch.zeros(1, case.steps, dtype=torch.int64)
+    kept = torch.zeros(3, case.steps + 1, case.vocab)
+    speculator = SimpleNamespace(
+        draft_tokens=tokens, init_cudagraph_manager=None, capture=None, draft_watermarker=None
+    )
+    runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler)
+    draw = DraftSampler(runner, requests).sample
+
+    def drawn_from(logits, before):
+        tokens[0, : len(before)] = torch.tensor(before)
+        draw(
+            torch.tensor(logits)[None],
+            *(torch.tensor(step.slots), *requests.drawn_with, torch.zeros(1, dtype=torch.int64)),
+            apply_temperature=True,
+            is_drafting=True,
+            logits_cache=kept,
+            logits_cache_col=torch.tensor(len(before)),
+        )
+        return kept[step.slots[0], len(before)].softmax(-1).numpy()
+
+    case = replace(case, drawn_from=drawn_from)
+    batch = Batch(case)
+    assert not np.allclose(case.row(()).q, replace(case, drawn_from=None).row(()).q)
     check(monkeypatch, batch, batch.logits)
 
 

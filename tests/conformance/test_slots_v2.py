@@ -13,10 +13,17 @@ from vllm_mars.kernels.ledger.naive import loss_rate, most_lost
 from vllm_mars.kernels.record import Column
 from vllm_mars.releases import draws_anew
 from vllm_mars.worker import requests_v2
-from vllm_mars.worker.draft_temperature import scale_v2
+from vllm_mars.worker.draft_sampling_v2 import wrap_speculator
 from vllm_mars.worker.requests_v2 import RequestsV2
 
 pytestmark = pytest.mark.interpreted
+# Of a speculator that draws.
+WITHOUT_GRAPHS = {
+    "draft_logits": torch.empty(1),
+    "draft_watermarker": None,
+    "init_cudagraph_manager": None,
+    "capture": None,
+}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -53,13 +60,13 @@ def test_drafts_are_drawn_at_a_share_of_what_their_slots_request_has_now():
     step = Step([Request(params(), [0])], torch.zeros(2, 9), torch.zeros(1, 1, 9))
     sampler, batch, seen = step.sampler(config), step.batch(), []
     speculator = SimpleNamespace(
-        draft_logits=torch.empty(1),
+        **WITHOUT_GRAPHS,
         propose=lambda input_batch, temperature, seeds: seen.append((temperature.clone(), seeds)),
     )
     states = sampler.requests._req_states
     runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler, req_states=states)
     with Allocated() as loaded:
-        scale_v2(runner, config, sampler.requests)
+        wrap_speculator(runner, config, sampler.requests)
     states, name = sampler.requests._req_states, "another"
     states.free_indices = [0]
     for temperature in (0.5, 1.0, 0.25):
@@ -85,12 +92,12 @@ def test_a_draft_is_drawn_with_other_numbers_in_each_step(draft_temperature):
     step = Step([Request(params(1.0, 7), [0])], torch.zeros(2, 9), torch.zeros(1, 1, 9))
     sampler, batch, seen, verified = step.sampler(config), step.batch(), [], []
     speculator = SimpleNamespace(
-        draft_logits=torch.empty(1),
+        **WITHOUT_GRAPHS,
         propose=lambda input_batch, temperature, seeds: seen.append(seeds[step.slots].tolist()),
     )
     states, sampling = sampler.requests._req_states, sampler.sampler.sampling_states
     runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler, req_states=states)
-    scale_v2(runner, config, sampler.requests)
+    wrap_speculator(runner, config, sampler.requests)
     for is_verified in (True, False, True, True):
         given = {"temperature": sampling.temperature.gpu, "seeds": sampling.seeds.gpu}
         speculator.propose(batch, **given)
@@ -110,7 +117,7 @@ def test_what_vllm_no_longer_says_is_missed_aloud(owner):
     if owner == "speculator":
         runner = SimpleNamespace(speculator=object(), sampler=sampler.sampler)
         with pytest.raises(RuntimeError, match="object has no draft_logits, by which"):
-            scale_v2(runner, MarsConfig(price=0.1), sampler.requests)
+            wrap_speculator(runner, MarsConfig(price=0.1), sampler.requests)
         return
     # A dummy run is of a slot that holds no request.
     sampler.sampler.add_request(0, params())

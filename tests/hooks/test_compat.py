@@ -39,7 +39,7 @@ def test_all_that_is_missing_is_named(monkeypatch):
         "RejectionSampler.__call__ takes (logits, step), but (logits, input_batch, draft_logits, ",
         "RejectionSampler._get_logprobs_tensors takes (logits), but (sampled, num_sampled, ",
         "has no attribute '_verify'",
-        "BaseSpeculator.propose takes (input_batch), but (input_batch, ..., temperature, seeds)",
+        "BaseSpeculator.propose takes (input_batch), but (input_batch, ..., temperature, seeds, ",
     ):
         assert found in text
     assert text.endswith(

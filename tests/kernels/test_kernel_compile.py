@@ -16,6 +16,7 @@ from compiled import TARGETS, compile_for, launches
 from vllm_mars.kernels import fused
 from vllm_mars.kernels.account import fused as beside
 from vllm_mars.kernels.account.naive import CounterLayout
+from vllm_mars.kernels.drafted.fused import count_drafted
 from vllm_mars.kernels.kept.naive import Protected
 from vllm_mars.kernels.record import Records
 from vllm_mars.kernels.rows.fused import reduce_rows
@@ -77,6 +78,10 @@ def add_log_ratios():
     beside.add_log_ratios(*logprobs, torch.zeros(1, 2, 6), torch.ones(1), ONE, ids(2))
 
 
+def count():
+    count_drafted(ids(1, VOCAB), ONE.long(), ids(1, 5).long(), ids(()).long(), 1)
+
+
 def call(function, *arguments, **options):
     return functools.partial(function, *arguments, **options)
 
@@ -114,6 +119,7 @@ VARIANTS = {
     "strictness_kernel": call(look),
     "ended_kernel": call(count_ended),
     "ratios_kernel": call(add_log_ratios),
+    "count_kernel": call(count),
 }
 # How many times a kernel goes through a row, by the beginning of a variant's name, the longest one.
 PASSES = {

@@ -75,6 +75,9 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             "logits, sampling_metadata"
         ),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": (
+            "scheduler_output, sampled_token_ids"
+        ),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "",
     },
     "V2": {
@@ -83,8 +86,22 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests": "scheduler_output",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": "",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": "",
+        "vllm.v1.watermarking.spec_decode:DraftWatermarker.sample": (
+            "logits, idx_mapping, ..., logits_cache_col"
+        ),
+        "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": (
+            "logits, expanded_idx_mapping, ..., logits_cache_col"
+        ),
+        "vllm.v1.worker.gpu.sample.penalties:apply_penalties": (
+            "logits, expanded_idx_mapping, token_ids, expanded_local_pos, repetition_penalty, "
+            "frequency_penalty, presence_penalty, prompt_bin_mask, output_bin_counts"
+        ),
+        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.capture": "",
+        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": (
+            "cudagraph_mode"
+        ),
         "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.propose": (
-            "input_batch, ..., temperature, seeds"
+            "input_batch, ..., temperature, seeds, is_profile"
         ),
         "vllm.v1.worker.gpu.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
     },

@@ -3,13 +3,14 @@
 import enum
 from collections.abc import Collection
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBufferPool
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
 from vllm_mars.kernels.account.fused import count_ended
 from vllm_mars.kernels.record import Column, Records
@@ -44,11 +45,13 @@ class Asks(enum.IntFlag):
     """What a request asks for beside its tokens.
 
     LOGITS: that something beside the temperature changes its logits.
+    DRAFTS: that this is something that its drafts are drawn under as well.
     SAMPLES: a temperature.
     DIVIDES: one that is not 1.
     """
 
     LOGITS = enum.auto()
+    DRAFTS = enum.auto()
     SAMPLES = enum.auto()
     DIVIDES = enum.auto()
 
@@ -60,9 +63,41 @@ def _asks(params: "SamplingParams") -> Asks:
     for name in params.__struct_fields__:
         if name not in _CHANGES_NO_LOGITS and getattr(params, name) != getattr(default, name):
             found |= Asks.LOGITS
+    if params.top_k > 0 or params.top_p < 1 or use_penalty(params):
+        found |= Asks.DRAFTS
     if params.temperature:
         found |= Asks.SAMPLES if params.temperature == 1 else Asks.SAMPLES | Asks.DIVIDES
     return found
+
+
+# As in `DraftParameters`; more than any vocabulary, and a number that float32 holds.
+_NO_PARAMETERS = 1.0, 2.0**24, 1.0, 1.0, 0.0, 0.0
+
+
+def _parameters_of(params: "SamplingParams", drawn_at: float) -> tuple[float, ...]:
+    """A slot's column of `DraftParameters`."""
+    top_k = params.top_k if params.top_k > 0 else _NO_PARAMETERS[1]
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    return drawn_at or 1.0, top_k, params.top_p, *penalties
+
+
+class DraftParameters(NamedTuple):
+    """What drafts are drawn under, by slot: views of a table that does not move.
+
+    Attributes:
+        table: float32 `[6, S]`, of which a row is each of
+        divisor: what the logits are divided by, 1 of a greedy request; for top-p.
+        top_k, top_p: at least the vocabulary, and 1, of a request that has none.
+        repetition, frequency, presence: penalties.
+    """
+
+    table: torch.Tensor
+    divisor: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
 
 
 class RequestsV2(LogitsProcessor):
@@ -151,6 +186,18 @@ class RequestsV2(LogitsProcessor):
     def _next_seeds(self) -> StagedWriteTensor:
         return self._by_slot(torch.int64)
 
+    @cached_property
+    def _parameters(self) -> StagedWriteTensor:
+        num_slots, device = self._req_states.max_num_reqs, self._req_states.device
+        staged = StagedWriteTensor((len(_NO_PARAMETERS), num_slots), torch.float32, device)
+        staged.gpu.copy_(torch.tensor(_NO_PARAMETERS)[:, None])
+        return staged
+
+    @property
+    def draft_parameters(self) -> DraftParameters:
+        """What the next drafts are drawn under."""
+        return DraftParameters(self._parameters.gpu, *self._parameters.gpu)
+
     def _by_slot(self, dtype: torch.dtype) -> StagedWriteTensor:
         return StagedWriteTensor(self._req_states.max_num_reqs, dtype, self._req_states.device)
 
@@ -195,7 +242,8 @@ class RequestsV2(LogitsProcessor):
         room = self._req_states.max_model_len - prompt_len
         own = self._config, self._is_drawn, room, length - prompt_len
         record = record_of(options, sampling_params, *own)
-        self._asks[req_idx] = _asks(sampling_params)
+        asked, asks = self._asks[req_idx], _asks(sampling_params)
+        self._asks[req_idx] = asks
         _put(self._returning, req_idx, options.wants_return)
         _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
         record[Column.STATE], record[Column.BEGUN] = state, begun
@@ -206,6 +254,10 @@ class RequestsV2(LogitsProcessor):
             share = self._config.draft_share if record[Column.VALUE] else 1.0
             drawn_at = np.float32(sampling_params.temperature) * np.float32(share)
             self._drawn_at.stage_write_elem(req_idx, float(drawn_at))
+            # Else the slot has none already.
+            if (asks | asked) & Asks.DRAFTS:
+                for row, value in enumerate(_parameters_of(sampling_params, float(drawn_at))):
+                    self._parameters.stage_write(row, req_idx, [value])
             # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its
             # prefill a request has one token more.
             seed = sampling_params.seed
@@ -218,6 +270,7 @@ class RequestsV2(LogitsProcessor):
         self._staged.apply_write()
         if self._is_drawn:
             self._drawn_at.apply_write()
+            self._parameters.apply_write()
             self._next_seeds.apply_write()
         if self._restored:
             slots = async_tensor_h2d([*self._restored], self._req_states.device, torch.int64)

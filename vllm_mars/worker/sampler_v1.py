@@ -12,7 +12,6 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import RejectionSampler, generate_uniform_probs
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -24,8 +23,9 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
-from vllm_mars.worker import draft_temperature
+from vllm_mars.worker.constraints import constrain
 from vllm_mars.worker.cut_prompts import spare_cut_prompts
+from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
 from vllm_mars.worker.requests_v1 import RequestsV1
 from vllm_mars.worker.start import log_start, require_own_sampler
 from vllm_mars.worker.terms import EngineTerms
@@ -222,30 +222,6 @@ class MarsRejectionSampler(RejectionSampler):
         return Chance(temperature, uniform.numpy(), draft_probs, generators, noise)
 
 
-def constrain(
-    logits: torch.Tensor, num_draft_tokens: list[int], sampling_metadata: SamplingMetadata
-) -> torch.Tensor:
-    """vLLM's `apply_sampling_constraints`, without the fault of its CPU kernel: see `releases`.
-
-    Args:
-        logits: float32 `[num_draft, vocab]`, written.
-        num_draft_tokens: of each request.
-        sampling_metadata: of the requests.
-    """
-    if sampling_metadata.all_greedy:
-        return logits
-    lengths = torch.tensor(num_draft_tokens, device=logits.device)
-    temperature = sampling_metadata.temperature
-    divisors = temperature.masked_fill(temperature == 0, 1).repeat_interleave(lengths)
-    logits.div_(divisors[:, None])
-    own = (
-        None if values is None else values.repeat_interleave(lengths)
-        for values in (sampling_metadata.top_k, sampling_metadata.top_p)
-    )
-    # With top-k alone this ends in an error where no request has a draft.
-    return apply_top_k_top_p(logits, *own) if len(logits) else logits
-
-
 def leaves_logits(sampling_metadata: SamplingMetadata) -> bool:
     """Whether nothing but a temperature changes or reports the logits in this step."""
     thinking = sampling_metadata.thinking_budget_state_holder
@@ -307,7 +283,7 @@ def install(runner: Any, config: MarsConfig) -> None:
         counters.add_ended,
         spec_config.draft_sample_method == "probabilistic",
     )
-    draft_temperature.scale_v1(runner.drafter, config, requests.draft_shares)
+    wrap_drafter(runner, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
         own.sampler, spec_config, runner.device, terms, reports, requests

@@ -24,7 +24,7 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.protection import protected_token_ids
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
-from vllm_mars.worker import draft_temperature
+from vllm_mars.worker.draft_sampling_v2 import wrap_speculator
 from vllm_mars.worker.requests_v2 import Asks, RequestsV2
 from vllm_mars.worker.start import log_start, require_own_sampler
 from vllm_mars.worker.terms import EngineTerms
@@ -296,7 +296,7 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
     counters = Counters(spec_config.num_speculative_tokens, runner.device)
     terms = EngineTerms(config, protected_token_ids(config, runner.vllm_config))
     reports = StepReports(counters, config.logprobs == "sampled")
-    seeds_change = draft_temperature.scale_v2(runner, config, requests)
+    seeds_change = wrap_speculator(runner, config, requests)
     finish_requests = runner.finish_requests
 
     def leave_and_finish(scheduler_output: Any) -> None:

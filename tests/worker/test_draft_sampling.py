@@ -1,14 +1,18 @@
-"""What `mars_draft_temperature` does to drawn drafts, on real engines of both model runners."""
+"""What drafts are drawn from, on real engines of both model runners."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 import steps_v1
 import workload
+from drafted import ASKED, TEMPERATURES, distribution, logits_of
 from engines import engine_in_process
 from vllm_mars import MarsConfig
-from vllm_mars.worker.draft_temperature import scale_v1
+from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
 
 
 @pytest.mark.nightly
@@ -43,11 +47,18 @@ def drafter():
     return found
 
 
+def wrap(drafter, config, share=1.0):
+    """Wraps a drafter, whose requests all have this share; returns what tells a step's tokens."""
+    runner = SimpleNamespace(drafter=drafter, propose_draft_token_ids=lambda *_: None)
+    wrap_drafter(runner, config, lambda batch: torch.full((batch,), share))
+    return lambda *tokens: runner.propose_draft_token_ids(None, torch.tensor(tokens))
+
+
 @pytest.mark.parametrize("share", [None, 1.0, 0.5])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_seed_draws_the_same_drafts(drafter, share, rows):
     """Those of its own request, whatever was drawn before; of all rows that it has."""
-    scale_v1(drafter, MarsConfig(draft_temperature=share), lambda batch: torch.full((batch,), 0.8))
+    wrap(drafter, MarsConfig(draft_temperature=share), 0.8)
     logits = torch.randn(4 * rows, 500, generator=torch.Generator().manual_seed(1))
 
     def drawn(*seeds):
@@ -63,7 +74,7 @@ def test_a_seed_draws_the_same_drafts(drafter, share, rows):
 
 
 def test_a_seed_draws_from_what_the_draft_says(drafter):
-    scale_v1(drafter, MarsConfig(), lambda batch: torch.full((batch,), 0.5))
+    wrap(drafter, MarsConfig(), 0.5)
     logits = torch.tensor([[1.0, 0.0, -1.0, -2.0]])
     metadata = steps_v1.sampling([1.0], seeds=[3])
     counts = torch.zeros(4)
@@ -109,12 +120,89 @@ def test_a_seed_repeats_an_answer(models, own):
 
 
 def test_a_drafter_that_draws_nothing():
-    scale_v1(object(), MarsConfig(), torch.ones)
+    wrap(object(), MarsConfig())
     with pytest.raises(RuntimeError, match="mars_draft_temperature=0.5 .* object draws no drafts"):
-        scale_v1(object(), MarsConfig(draft_temperature=0.5), torch.ones)
+        wrap(object(), MarsConfig(draft_temperature=0.5))
 
 
 def test_a_drafter_that_no_longer_says_whether_it_draws():
     drafter = object.__new__(EagleProposer)
     with pytest.raises(RuntimeError, match="EagleProposer has no _enable_probabilistic_draft_prob"):
-        scale_v1(drafter, MarsConfig(), torch.ones)
+        wrap(drafter, MarsConfig())
+
+
+def parameters(temperatures, **changes):
+    """The metadata of `ASKED`."""
+    prompts, outputs, _, own = zip(*ASKED, strict=True)
+    repetition, frequency, presence, k, p = zip(*own, strict=True)
+    given = {
+        "no_penalties": False,
+        "prompt_token_ids": torch.tensor(prompts),
+        "repetition_penalties": list(repetition),
+        "frequency_penalties": list(frequency),
+        "presence_penalties": list(presence),
+        "top_k": torch.tensor(k, dtype=torch.int32),
+        "top_p": torch.tensor(p),
+    }
+    output = [list(tokens) for tokens in outputs]
+    return steps_v1.sampling(temperatures, output=output, **{**given, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_drafts_are_drawn_under_the_parameters_of_their_requests(drafter, rows, share, dtype):
+    """Which the tokens of the step and of the draft count for, where they are drawn in turn."""
+    begin = wrap(drafter, MarsConfig(draft_temperature=share), share)
+    batch = len(ASKED)
+    generator = torch.Generator().manual_seed(3)
+    begin(*(tokens for *_, tokens, _ in ASKED))
+    so_far = [[] for _ in ASKED]
+    for _ in range(1 if rows > 1 else 4):
+        logits = logits_of(batch * rows, generator).to(dtype)
+        drawn, probs = drafter._sample_from_logits(logits.clone(), parameters(TEMPERATURES))
+        for row, token in enumerate(drawn.tolist()):
+            prompt, output, new, own = ASKED[row // rows]
+            output = [token for token in (*output, *new, *so_far[row // rows]) if token >= 0]
+            temperature = TEMPERATURES[row // rows] * share or 1.0
+            q = distribution(logits[row].tolist(), temperature, (prompt, output), own)
+            np.testing.assert_allclose(probs[row], q, rtol=0, atol=1e-6)
+            assert q[token] > 0
+            if not TEMPERATURES[row // rows]:
+                assert token == q.argmax()
+        for own, token in zip(so_far, drawn.tolist(), strict=False):
+            own.append(token)
+
+
+def test_other_drafts_are_drawn_as_vllm_draws_them(drafter, monkeypatch):
+    """A batch without any parameter but temperatures pays nothing."""
+    seen = []
+    monkeypatch.setattr(drafter, "_sample_from_logits", lambda *args: seen.append(args) or args)
+    with pytest.raises(AttributeError):
+        # What it gives back here is no probabilities.
+        wrap(drafter, MarsConfig(draft_temperature=1.0))
+        drafter._sample_from_logits(logits := torch.randn(2, 9), asked := steps_v1.sampling([1, 1]))
+    assert seen == [(logits, asked)]
+
+
+PARAMETERS = {
+    "top-p": {"top_p": 0.7},
+    "top-k": {"top_k": 7, "top_p": 0.999},
+    "repetition penalty": {"repetition_penalty": 1.4},
+    "other penalties": {"frequency_penalty": 0.8, "presence_penalty": 0.8},
+    "all": {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_draft_model_that_is_the_target_loses_no_token(models, v2):
+    """Strict verification accepts all where drafts are drawn from what is served."""
+    draft = {"method": "draft_model", "model": str(models[0]), "num_speculative_tokens": 3}
+    given = {**draft, "rejection_sample_method": "mars", "mars_price": 0}
+    asked = [
+        (workload.prompt(seed), workload.sampled(seed, max_tokens=12, temperature=0.8, **own))
+        for seed, own in enumerate(PARAMETERS.values())
+    ]
+    found = workload.run(given, [asked], v2=v2, model=str(models[0]))
+    assert workload.accepted_share(found, 0) > 0.99

@@ -1,0 +1,1 @@
+"""The tokens of the draft so far, which penalties count."""
