@@ -9,7 +9,7 @@
 # the answer's distribution stays right.
 # Output:
 #   one request, seed 1, top_k 1, logits of 0 to 7; 8 drafts of one token each:
-#   [4, 7, 7, 7, 6, 7, 7, 5]
+#   [7, 7, 6, 7, 7, 7, 7, 5]
 #   all the same: False, all the token that top_k allows: False
 set -euo pipefail
 # shellcheck source=findings/venv

@@ -19,6 +19,7 @@ cat > refused.py << 'EOF'
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from vllm import LLM
+from vllm.exceptions import VLLMValidationError
 
 torch.manual_seed(0)
 config = LlamaConfig(
@@ -53,8 +54,8 @@ for temperature in (0, 1):
     try:
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
         found.append("answered")
-    except ValueError as error:
-        found.append(f"{type(error).__name__}: {' '.join(str(error).split()[:7])} ...")
+    except VLLMValidationError as error:
+        found.append(f"{type(error).__name__}: {' '.join(str(error).split()[:6])} ...")
     print(f"temperature {temperature}: {found[-1]}")
 assert found[0] == "answered" and "min_p" in found[1], "changed: min_p beside speculation"
 EOF
