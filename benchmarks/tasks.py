@@ -39,19 +39,20 @@ from vllm_mars.lab.rows import Samples, compared, estimate, means_of, ratio_of_m
 from vllm_mars.options.config import METHOD
 from vllm_mars.servers.provenance import describe_run, vllm_device
 
+# A page shows the view `score`.
 COLUMNS: list[list[str | None]] = [
     ["rule", "", "score"],
-    ["problems", "d", "score"],
-    ["right, %", ".1f", "score"],
-    ["less strict, points", "+.1f", "score"],
-    ["won / lost", "", "score"],
-    ["tokens per step", ".3f", "score"],
-    ["x strict", ".3f", "score"],
-    ["steps per answer x strict", ".3f", "score"],
-    ["where both ended", ".3f", "score"],
-    ["tokens per answer x strict", ".3f", "score"],
+    ["problems", "d", ""],
+    ["right, %", ".1f", ""],
+    ["right less strict's, points", "+.1f", "score"],
+    ["won / lost", "", ""],
+    ["tokens per step", ".3f", ""],
+    ["tokens per step x strict", ".2f", "score"],
+    ["steps per answer x strict", ".2f", "score"],
+    ["where both ended", ".2f", ""],
+    ["tokens per answer x strict", ".2f", "score"],
     ["nats per token", ".4f", "score"],
-    ["cut off, %", ".1f", "score"],
+    ["cut off, %", ".1f", ""],
 ]
 HUMANEVAL = (
     "Complete this Python function. Answer with the whole function in one code block and nothing "
@@ -270,9 +271,10 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
         by_rule.setdefault(line["rule"], {}).setdefault(line["problem"], []).append(line)
     rows: list[list[Any]] = []
     for title, by_rule in sorted(groups.items()):
-        rows.append([title])
-        for rule, answers in by_rule.items():
-            rows.append([rule, *row(answers, by_rule.get(STRICT, {}))])
+        strict = by_rule.get(STRICT, {})
+        rows.append([f"{title}, {len(strict)} problems"])
+        for rule, answers in sorted(by_rule.items(), key=lambda item: item[0] != STRICT):
+            rows.append([rule, *row(answers, strict)])
     return rows
 
 

@@ -88,15 +88,15 @@ def test_rules_are_compared_on_the_problems_that_strict_answered():
         line("lossy", "d", True, 1001, 1),
     ]
     (title,), strict, lossy = tasks.report(lines)
-    assert title == "gsm8k, greedy, K 4, tiny"
+    assert title == "gsm8k, greedy, K 4, tiny, 3 problems"
     figures = {
         name: value[0] if isinstance(value, list) else value
         for (name, *_), value in zip(tasks.COLUMNS, lossy, strict=True)
     }
     assert strict[0] == "strict" and figures["problems"] == 4
-    assert figures["right, %"] == 75 and figures["less strict, points"] == 0
+    assert figures["right, %"] == 75 and figures["right less strict's, points"] == 0
     assert figures["won / lost"] == "1 / 1"
-    assert figures["x strict"] == pytest.approx(72 / 24 / (60 / 30), abs=1e-5)
+    assert figures["tokens per step x strict"] == pytest.approx(72 / 24 / (60 / 30), abs=1e-5)
     assert figures["steps per answer x strict"] == pytest.approx(24 / 30)
     assert figures["where both ended"] == pytest.approx(14 / 15, abs=1e-5)
     assert figures["tokens per answer x strict"] == pytest.approx(75 / 63, abs=1e-5)
