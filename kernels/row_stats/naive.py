@@ -38,8 +38,8 @@ class Rows(NamedTuple):
             none as long.
         blocked: `Verdict` for which the position must stay strict, or NONE.
         logits: float32 `[vocab]` of each row that is read, divided by the temperature.
-        log_p: log p(x), -inf for padding; may be NaN. This and the fields below are for fixed drafts
-            of sampled requests.
+        log_p: log p(x), -inf for padding; may be NaN. This and the fields below are for fixed
+            drafts of sampled requests.
         rest: R.
         entropy: H(p) in nats; valid if log_p is above -inf.
         rest_entropy: sum of -p log p over the tokens outside S.
