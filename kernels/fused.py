@@ -44,14 +44,8 @@ def verify(
 ) -> VerifyOutput:
     """Verifies a step and adds the losses of its requests to their records.
 
-    Args:
-        step: logits are processed if requests sample.
-        constraints: None if no request has any.
-        step_counters: None, or a table of None, for counts that are dropped.
-        sampling_inputs: None if all requests are greedy.
-
-    Returns:
-        As `kernels.reference.verify`, with int64 tokens.
+    As `kernels.reference.verify`, but tokens are int64, and logits of sampled requests are fully
+    processed unless `sampling_inputs.apply_temperature`.
     """
     output = _new_output(step)
     step_counters = _with_buffers(step_counters, step)

@@ -1,12 +1,10 @@
 """Acceptance of draft tokens in Triton.
 
     accept_kernel   grid (B,)   combines the splits of a request's rows, applies the rule, accepts
-                                draft tokens, writes the output and the counters: see
-                                `record_step`
+                                draft tokens; writes the output and the counters: `record_step`
 
 Random numbers are those of vLLM's sampler, so strict requests get the tokens that it emits; with
-probabilistic drafts, those of its method `block`. A request's limits are read from its record, by
-slot.
+probabilistic drafts, those of its method `block`.
 """
 
 import torch
@@ -39,11 +37,9 @@ _UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
 
 @triton.jit
 def step_seed(seed, local_pos):
-    """Per-position seed for block verification, as in vLLM 0.33.
-
-    Acceptance depends on the random numbers of all positions, so the next step, which revisits the
-    rejected ones at smaller offsets, must not reuse theirs.
-    """
+    """Per-position seed for block verification, as in vLLM 0.33."""
+    # Acceptance depends on the random numbers of all positions, so the next step, which revisits the
+    # rejected ones at smaller offsets, must not reuse theirs.
     return seed ^ (local_pos.to(tl.int64) << 32)
 
 

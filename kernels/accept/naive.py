@@ -24,14 +24,12 @@ class CpuSamplingInputs:
     """Sampling parameters and random numbers of a step.
 
     Args:
-        temperature: float32 `[batch]`; 0 is greedy. Rows are divided by it when they are read; 1 if
-            that has been done.
+        temperature: float32 `[batch]`; 0 is greedy, 1 if rows have been divided already.
         uniform: float64 `[num_draft]`, in [0, 1).
-        draft_probs: float32 `[num_draft, vocab]` of probabilistic drafts, None for fixed drafts.
+        draft_probs: float32 `[num_draft, vocab]`; None for fixed drafts.
         generators: per-request generators, by batch index.
-        noise: `[vocab]`, reciprocals of the exponential random numbers of vLLM's sampler, by batch
-            index, for requests that must emit the same token as that. Others use one uniform
-            number.
+        noise: `[vocab]` by batch index, reciprocals of the exponential random numbers of vLLM's
+            sampler, to emit the same token as that. Other requests use one uniform number.
     """
 
     def __init__(
@@ -63,21 +61,18 @@ class CpuSamplingInputs:
 
 
 class Emitted(NamedTuple):
-    """Output of a step for one request.
+    """Output of a step for one request."""
 
-    Attributes:
-        accepted: number of accepted draft tokens.
-        token: the token after the accepted ones, or None if all draft tokens are accepted.
-        decisions: of the positions that were reached.
-        log_ratios: log m - log p of each emitted token, if sampled.
-        gained: the rule's gain in each acceptance probability of a probabilistic draft, including
-            positions that were not reached; in units of 2**-LOSS_BITS.
-    """
-
+    # Number of accepted draft tokens
     accepted: int
+    # The token after these, or None if all draft tokens are accepted
     token: int | None
+    # Of positions that were reached
     decisions: Sequence[RowDecision]
+    # log m - log p of each emitted token, if sampled
     log_ratios: Sequence[float] = ()
+    # The rule's gain in each acceptance probability of a probabilistic draft, also of positions
+    # that were not reached; in units of 2**-LOSS_BITS
     gained: Sequence[int] = ()
 
 
@@ -152,13 +147,7 @@ def _buffers(num_rows: int, vocab: int) -> torch.Tensor:
 
 
 class SampledDraft:
-    """Draft and rows of a sampled request.
-
-    Args:
-        step: logits are float32.
-        begin: its first row.
-        end: its bonus row.
-        followers: `CpuConstraints.followers` of each row; empty for none.
+    """Draft and rows of a sampled request; `step` has float32 logits.
 
     Attributes:
         z: float32 `[n, vocab]`, logits divided by the temperature once they are read.
@@ -166,7 +155,6 @@ class SampledDraft:
         q: float32 `[n, vocab]`, draft probabilities; None for a fixed draft.
         preserved: int64 `[m]` per row, distinct preserved tokens.
         buffers: float32 `[3 + n, vocab]`, scratch.
-        max_draft_len: K, the longest draft of a request.
     """
 
     def __init__(
@@ -181,6 +169,7 @@ class SampledDraft:
     ) -> None:
         self.begin = begin
         self.end = end
+        # K, the longest draft of a request
         self.max_draft_len = step.num_speculative_tokens
         length = end - begin
         vocab = step.logits.shape[1]

@@ -191,10 +191,6 @@ def sum_residuals(
 ) -> torch.Tensor:
     """Launches `mass_kernel` if drafts can have more than one token.
 
-    Args:
-        sampling_inputs: with `draft_logits`.
-        clipped: from `clip_rows`; LOG_JOINT_RATIO and STRICT_LOG_JOINT_RATIO are written.
-
     Returns:
         `[>= num_rows, blocks]` float32, overwritten in the next step; S_i is the sum over a row.
         The first row of a request is not written.

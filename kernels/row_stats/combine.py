@@ -13,15 +13,15 @@ from vllm_mars.kernels.row_stats.fused import unpack_id, unpack_value
 
 
 class Rows(NamedTuple):
-    """Row statistics as vectors on the device: see `row_stats.naive.Rows`.
-
-    `first` is z1, `second` is z2, or z1 if the rule does not need it, and `logit` is z[x].
-    """
+    """Row statistics as vectors on the device: see `row_stats.naive.Rows`."""
 
     draft: tl.tensor
     argmax: tl.tensor
+    # z1
     first: tl.tensor
+    # z2, or z1 if the rule does not need it
     second: tl.tensor
+    # z[x]
     logit: tl.tensor
     loss: tl.tensor
     is_end: tl.tensor
@@ -32,18 +32,15 @@ class Rows(NamedTuple):
 
 
 class DraftLogprobs(NamedTuple):
-    """Log-probabilities of a fixed draft in a sampled request.
+    """Log-probabilities of a fixed draft in a sampled request."""
 
-    Attributes:
-        is_number: whether log p of the draft token is above -inf, and not NaN.
-        log_p: of the draft token, at most 0; 0 if not `is_number`.
-        lse: log-sum-exp of the row.
-        entropy: H(p) in nats.
-    """
-
+    # Whether log p of the draft token is above -inf, and not NaN
     is_number: tl.tensor
+    # log p of the draft token, at most 0; 0 if not a number
     log_p: tl.tensor
+    # Log-sum-exp of the row
     lse: tl.tensor
+    # H(p) in nats
     entropy: tl.tensor
 
 

@@ -329,25 +329,21 @@ def rows_kernel(
 
 
 class Partials(NamedTuple):
-    """Partial results of rows. Sums are relative to the largest logit z1 of what they cover.
+    """Partial results of rows; sums are relative to the largest logit that they include."""
 
-    Attributes:
-        best: int64 `[num_rows, num_splits]`, z1 and its id, packed.
-        second: float32 `[num_rows, num_splits]`, z2; not written if the rule does not need it.
-        sums: float32 `[num_rows, num_splits, 2]`, sums of exp(z - z1) and of (z - z1) exp(z - z1),
-            which give log-sum-exp and entropy; written if requests sample or the rule needs them.
-        logit: float32 `[num_rows]`, of the draft token.
-        preserved: float32 `[num_rows, 3]`, z1 and the two sums of the preserved tokens; written if
-            requests sample.
-        draft: float32 `[num_rows, num_splits, 2]`, largest scaled logit of a probabilistic draft
-            and the sum of powers of 2.
-    """
-
+    # int64 [num_rows, num_splits], z1 and its id, packed
     best: torch.Tensor
+    # float32 [num_rows, num_splits], z2; written if the rule needs it
     second: torch.Tensor
+    # float32 [num_rows, num_splits, 2], sums of exp(z - z1) and of (z - z1) exp(z - z1), which give
+    # log-sum-exp and entropy; written if requests sample or the rule needs them
     sums: torch.Tensor
+    # float32 [num_rows], of the draft token
     logit: torch.Tensor
+    # float32 [num_rows, 3], z1 and sums of the preserved tokens; written if requests sample
     preserved: torch.Tensor
+    # float32 [num_rows, num_splits, 2], largest scaled logit of a probabilistic draft, and the sum
+    # of powers of 2
     draft: torch.Tensor
 
 
@@ -384,13 +380,11 @@ def block_size(vocab: int) -> int:
 
 @functools.cache
 def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int, int]:
-    """Settings of `rows_kernel`: (splits, blocks of a split, block size, warps).
-
-    A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
-    16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip. Many
-    rows take fewer splits, down to about 2,048 programs: partial results stay few, and a partly
-    filled last wave costs little. None of nine other settings was faster on an H200.
-    """
+    """Settings of `rows_kernel`: (splits, blocks of a split, block size, warps)."""
+    # A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
+    # 16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip. Many
+    # rows take fewer splits, down to about 2,048 programs: partial results stay few, and a partly
+    # filled last wave costs little. None of nine other settings was faster on an H200.
     block = block_size(vocab)
     blocks = triton.cdiv(vocab, block)
     splits = max(1, min(blocks, 2048 // max(1, num_rows)))
@@ -400,20 +394,16 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int, int]:
 
 
 class Reduced(NamedTuple):
-    """A step with its row statistics, as later kernels take it.
-
-    Attributes:
-        step, engine_params, constraints, sampling_inputs: see `kernels.fused.verify`.
-        launch_cache: launches all kernels of the step.
-        num_splits: splits of each row.
-    """
+    """A step with its row statistics, as later kernels take it."""
 
     step: VerifyInputs
     engine_params: EngineParams
     constraints: Constraints | None
     sampling_inputs: SamplingInputs | None
+    # Launches all kernels of the step
     launch_cache: LaunchCache
     partials: Partials
+    # Splits of each row
     num_splits: int
 
     @property

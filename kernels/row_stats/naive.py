@@ -23,40 +23,31 @@ from vllm_mars.kernels.interface import (
 
 
 class Rows(NamedTuple):
-    """Row statistics at each position of a step; x is the draft token. Each field is a list.
+    """Row statistics at each position of a step, as lists; x is the draft token."""
 
-    Attributes:
-        draft: x; -1 for padding, GRAMMAR_REJECTED for a sampled token that a grammar forbids.
-        argmax: the target argmax, lowest id on ties, or the first NaN of the row.
-        loss: z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MAX_LOSS; 0 at padding
-            and if it is NaN.
-        is_finite: whether z[x] is above -inf and z1 is finite.
-        is_end: whether x ends the request.
-        is_preserved: whether x ends the request or is protected.
-        is_argmax_preserved: whether the argmax ends the request or is protected.
-        repeats: whether x completes a repeated n-gram; if greedy, only where the argmax completes
-            none as long.
-        blocked: `Verdict` for which the position must stay strict, or NONE.
-        logits: float32 `[vocab]` of each row that is read, divided by the temperature.
-        log_p: log p(x), -inf for padding; may be NaN. This and the fields below are for fixed
-            drafts of sampled requests.
-        rest: R.
-        entropy: H(p) in nats; valid if log_p is above -inf.
-        rest_entropy: sum of -p log p over the tokens outside S.
-    """
-
+    # x; -1 for padding, GRAMMAR_REJECTED for a sampled token that a grammar forbids
     draft: Sequence[int]
+    # Target argmax, lowest id on ties, or the first NaN of the row
     argmax: Sequence[int]
+    # z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MAX_LOSS; 0 if NaN or padding
     loss: Sequence[int]
+    # Whether z[x] is above -inf and z1 is finite
     is_finite: Sequence[bool]
     is_end: Sequence[bool]
+    # Whether x, or the argmax, ends the request or is protected
     is_preserved: Sequence[bool]
     is_argmax_preserved: Sequence[bool]
+    # Whether x completes a repeated n-gram; if greedy, only if the argmax completes none as long
     repeats: Sequence[bool]
+    # `Verdict` for which the position must be strict, or NONE
     blocked: Sequence[int]
+    # float32 [vocab] of each row that is read, divided by the temperature
     logits: Mapping[int, np.ndarray]
+    # Only for fixed drafts of sampled requests: log p(x), -inf for padding, may be NaN
     log_p: Sequence[float] = ()
+    # R = 1 - p(S)
     rest: Sequence[float] = ()
+    # H(p) in nats, valid if log p(x) is above -inf, and its part outside S
     entropy: Sequence[float] = ()
     rest_entropy: Sequence[float] = ()
 
@@ -85,12 +76,10 @@ def read_rows(
 ) -> Rows:
     """Row statistics of all rows of a step; bonus rows have no draft token.
 
-    Rows of sampled requests are read only for outright rules.
-
     Args:
         step: logits are float32.
-        constraints: None if no request has any.
-        temperature: of each request, see `CpuSamplingInputs`; None if all are greedy.
+        temperature: of each request, see `CpuSamplingInputs`; None if all are greedy. Rows of
+            sampled requests are read only for outright rules.
         with_bonus: whether to find the argmax of bonus rows.
     """
     z = step.logits.numpy()

@@ -196,16 +196,14 @@ def log_ratio(ratio, bounds):
 
 @triton.jit
 def _sums(log_p, ratio, lowest, highest):
-    """Terms of a Newton step for each token; base 2.
-
-    Clipped p, the part of it that is not clipped, its KL term and its E[log p] term; for tokens
-    that the draft cannot propose these are 0, and p and p log p are the last two terms.
-    """
+    """Terms of a Newton step for each token; base 2."""
     clipped = log_ratio(ratio, ClipBounds(lowest=lowest, highest=highest, log_total=0.0))
     mass = libdevice.exp2(log_p + clipped)
     drafted = tl.where(ratio == -C.INF, 0.0, mass)
     flat = tl.where(clipped == ratio, drafted, 0.0)
     others = mass - drafted
+    # Clipped p, the part that is not clipped, and the terms of KL and E[log p]; then p and p log p
+    # of tokens that the draft cannot propose.
     return drafted, flat, drafted * clipped, drafted * log_p, others, others * log_p
 
 
@@ -432,15 +430,11 @@ def _cached_clipped(num_rows: int, device: torch.device) -> torch.Tensor:
 
 
 def clip_rows(reduced: Reduced, sampling_inputs: SamplingInputs) -> torch.Tensor:
-    """Launches `clip_kernel`.
-
-    Args:
-        sampling_inputs: with `draft_logits`, as wide as the target's.
+    """Launches `clip_kernel`; `draft_logits` must be as wide as the target's.
 
     Returns:
         `[>= num_rows, NUM_CLIP_STATS]` float32, overwritten in the next step; `mass_kernel` writes
-        the last two columns. Rows of greedy requests and rows without a draft token are not
-        written.
+        the last two columns. Rows of greedy requests or without a draft token are not written.
     """
     sampling = sampling_inputs.sampling
     assert sampling.draft_temperature is not None, "probabilistic drafts have a temperature"

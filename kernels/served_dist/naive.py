@@ -8,33 +8,11 @@ maximizes the price times the acceptance probability minus the loss,
     m(y) = p(y)                              in S
     m(y) = clip(q(y), w p(y), w e^b p(y))    outside S, with w such that m sums to 1
 
-A masked token (p = 0) stays masked. m is served by verifying losslessly against it. Terms:
+A masked token (p = 0) stays masked. m is served by verifying losslessly against it. The log-ratio
+of a token is log m - log p, the loss KL(m || p), at most R b^2 / 8 by Hoeffding's lemma, the drift
+E_m[-log p] - H(p), and the gain the increase of the acceptance probability of x.
 
-    log-ratio    log m(y) - log p(y) of a token y; 0 in S
-    loss         KL(m || p), at most R b^2 / 8 by Hoeffding's lemma: see `max_bias`
-    drift        E_m[-log p] - H(p)
-    gain         increase of the acceptance probability of x
-
-A fixed draft has q(x) = 1 and w in closed form, see `point_mass_dist`. Outside S, with H the sum of
--p log p there,
-
-    1 / w = Z = 1 - p(x) / R + p(x) / R e^b
-    m(x) = p(x) e^b / Z,    m(y) = p(y) / Z for other tokens
-    loss = m(x) b - R log Z,    drift = (1 - 1 / Z) (-R log p(x) - H),    gain = m(x) - p(x)
-
-As b goes to infinity, m(x) goes to 1: x is accepted with certainty.
-
-For a probabilistic draft see `clip_row`; tokens that it cannot propose (q = 0) are in S, too. With
-r = q / p, m = p clip(r, w, w e^b) outside S. F(w), the sum of that divided by R, is increasing and
-piecewise linear, and F(e^-b) <= 1 <= F(1) for any q. With `flat` the part of F that is not clipped,
-Newton's method is
-
-    w <- w (1 - flat) / (F(w) - flat)
-
-and bisects log w if a step leaves the bracket of the root. Finally m is divided by F(w) outside S,
-so for any w, m sums to 1 and m / p spans at most e^b there. The error of F(w) costs the objective
-about b times as much.
-
+`point_mass_dist` is for fixed drafts, with q(x) = 1, `clip_row` for probabilistic ones.
 Source: mentored decoding (github.com/vivien000/mentored_decoding, arXiv 2609.30474), with a price
 instead of its bound on the KL, and with preserved tokens.
 """
@@ -64,37 +42,29 @@ EIGHTH = 0.12499995
 
 
 class RowDecision(NamedTuple):
-    """Decision at one draft position.
+    """Decision at one draft position."""
 
-    Attributes:
-        verdict: RELAXED if the draft token is accepted outright, NONE if the random number decides,
-            else the reason why the rule was not applied.
-        bias: b, added to the draft token's logit; infinity if it is accepted outright.
-        log_z: log Z with this b; log p of the draft token if it is accepted outright.
-        loss: in units of 2**-LOSS_BITS nats.
-        gained: gain, in the same units.
-        drift: in the same units, rounded to the nearest.
-    """
-
+    # RELAXED if the draft token is accepted outright, NONE if its random number decides, else the
+    # reason why the rule was not applied
     verdict: Verdict
+    # b, added to the logit of the draft token; infinity if it is accepted outright
     bias: float = 0.0
+    # log Z with this b; log p of the draft token if it is accepted outright
     log_z: float = 0.0
+    # All three in units of 2**-LOSS_BITS nats, or of a probability
     loss: int = 0
     gained: int = 0
     drift: int = 0
 
 
 class Clipped(NamedTuple):
-    """Distribution that is served at a row of a probabilistic draft.
+    """Distribution that is served at a row of a probabilistic draft."""
 
-    Attributes:
-        m: float32 `[vocab]`, sums to 1.
-        loss: KL(m || p) in nats, in [0, price**2 / 8].
-        drift: E_m[-log p] - H(p) in nats.
-    """
-
+    # float32 [vocab], sums to 1
     m: torch.Tensor
+    # KL(m || p) in nats, in [0, price**2 / 8]
     loss: float = 0.0
+    # E_m[-log p] - H(p) in nats
     drift: float = 0.0
 
 
@@ -107,13 +77,11 @@ def max_bias(units: int) -> float:
 def clip_prices(
     rows: Rows, begin: int, end: int, budget: LossBudget, num_speculative_tokens: int
 ) -> list[float]:
-    """Price in nats at each position of a probabilistic draft.
-
-    The remaining budget is shared equally by the positions that can gain, so the losses, each at
-    most price**2 / 8, fit it. Positions are counted in the longest possible draft: the length of
-    this one can depend on its tokens, and a price must not.
-    """
+    """Price in nats at each position of a probabilistic draft."""
     tokens_left = budget.tokens_left
+    # Positions that can gain share the budget, so their losses, each at most price**2 / 8, fit it.
+    # They are counted in the longest possible draft: the length of this one can depend on its
+    # tokens, and a price must not.
     num_positions = max(min(num_speculative_tokens, tokens_left), 1)
     price = min(budget.value * UNIT, max_bias(max(budget.at(0), 0) // num_positions))
     return [
@@ -150,18 +118,20 @@ def _log_share(log_p: float, rest: float) -> float:
 def point_mass_dist(
     log_p: float, rest: float, entropy: float, bias: float, left: int
 ) -> RowDecision:
-    """Served distribution of a fixed draft.
+    """Served distribution of a fixed draft: bias b, `rest` = R.
 
     Args:
         log_p: of the draft token, in (-inf, 0].
-        rest: R.
-        entropy: H.
-        bias: b, at most `max_bias(left)`.
+        entropy: H, the sum of -p log p outside S.
+        bias: at most `max_bias(left)`; as it goes to infinity, x is accepted with certainty.
         left: remaining budget in units.
     """
+    # 1 / w = Z = 1 - p(x) / R + p(x) / R e^b
     log_z = log_partition(log_p, rest, bias)
     log_share = _log_share(log_p, rest)
+    # m(x) = p(x) e^b / Z, and m(y) = p(y) / Z for other tokens outside S
     share = math.exp(min(log_share + bias - log_z, 0.0))
+    # loss = m(x) b - R log Z, gain = m(x) - p(x), drift = (1 - 1 / Z) (-R log p(x) - H).
     # The loss is at most `left` by Hoeffding's lemma; rounding may exceed it by a unit.
     loss = min(ceil_units(rest * max(share * bias - log_z, 0.0)), max(left, 0))
     gained = max(round(rest * (share - math.exp(log_share)) / UNIT), 0)
@@ -192,7 +162,7 @@ def clip_row(
 
     Args:
         logits: float32 `[vocab]`, processed (temperature, top-k, top-p, masks).
-        p: softmax of the logits.
+        p: float32 `[vocab]`, softmax of the logits.
         q: float32 `[vocab]`, draft probabilities. NaN counts as p.
         price: >= 0; at 0, q is not read and m is p itself.
         preserved: int64 `[n]`, distinct tokens of S, except those with q = 0.
@@ -211,6 +181,9 @@ def clip_row(
     if not math.isfinite(float(torch.dot(outside, ratio))):
         # 0 / 0 is NaN; if only p is 0, r is infinite. Neither adds to m.
         ratio.nan_to_num_(nan=1.0, posinf=math.inf)
+    # Tokens with q = 0 are in S. With r = q / p, m = p clip(r, w, w e^b) outside S. F(w), the sum
+    # of that divided by R, is increasing and piecewise linear, and F(e^-b) <= 1 <= F(1) for any q.
+    # Newton's method bisects log w if a step leaves the bracket of the root.
     price = min(price, MAX_CLIP_PRICE)
     spread = math.exp(price)
     low = 1 / spread
@@ -235,6 +208,8 @@ def clip_row(
         if not low < w < high:
             w = math.sqrt(low * high)
 
+    # Divided by F(w), m sums to 1 and m / p spans at most e^b, for any w. The error of F(w) costs
+    # the objective about b times as much.
     m = torch.mul(outside, clipped, out=out)
     # `dot` sums in float32, too coarse for a divisor of m.
     total = float(m.sum()) / rest
