@@ -38,8 +38,8 @@ _UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
 @triton.jit
 def step_seed(seed, local_pos):
     """Per-position seed for block verification, as in vLLM 0.33."""
-    # Acceptance depends on the random numbers of all positions, so the next step, which revisits the
-    # rejected ones at smaller offsets, must not reuse theirs.
+    # Acceptance depends on the random numbers of all positions, so the next step, which revisits
+    # the rejected ones at smaller offsets, must not reuse theirs.
     return seed ^ (local_pos.to(tl.int64) << 32)
 
 
@@ -248,13 +248,7 @@ def accept(
     clipped: torch.Tensor | None = None,
     masses: torch.Tensor | None = None,
 ) -> None:
-    """Launches `accept_kernel`.
-
-    Args:
-        output: written; `resample_kernel` replaces the last token of sampled requests.
-        step_counters: with a table.
-        clipped, masses: of probabilistic drafts, see `clip_rows` and `sum_residuals`.
-    """
+    """Launches `accept_kernel`; the table of `step_counters` must not be None."""
     step = reduced.step
     rule = reduced.engine_params.rule
     sampling_inputs = reduced.sampling_inputs

@@ -31,17 +31,14 @@ def accept_threshold(ratio: float, residual: float) -> float:
 
 
 def num_accepted(
+    # p_1 .. p_n
     joint_ratios: Sequence[float],
+    # Returns S_i
     residual: Callable[[int], float],
+    # Returns whether u_i is at most a probability
     accepts: Callable[[int, float], bool],
 ) -> int:
-    """Number of accepted draft tokens.
-
-    Args:
-        joint_ratios: p_1 .. p_n.
-        residual: returns S_i.
-        accepts: returns whether u_i is at most a probability.
-    """
+    """Number of accepted draft tokens."""
     for i in range(len(joint_ratios), 0, -1):
         ratio = joint_ratios[i - 1]
         # h is at most p, and computing S reads a row.

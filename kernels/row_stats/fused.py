@@ -8,9 +8,8 @@ Symbols: V vocabulary, R rows that are read, S splits of a row.
 
 `combine` has the device functions with which later kernels combine the splits of a row.
 
-Buffers: see `Partials`. With these, only the kernels for probabilistic drafts and
-`resample_kernel` read logits again. Bonus rows of sampled requests are skipped: only the resampling
-reads them.
+Buffers: see `Partials`. Only the kernels for probabilistic drafts and `resample_kernel` read logits
+again. Bonus rows of sampled requests are skipped: only the resampling reads them.
 
 Bytes moved: R * V * itemsize once, plus 20 * R * S twice. Not materialised: gathered rows, float32
 copies, softmax, masks of the logits' size.

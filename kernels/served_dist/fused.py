@@ -8,9 +8,6 @@ Buffer: clipped [rows, NUM_CLIP_STATS] float32, see `constants.ClipStat`. From i
 numbers `block_verify` and `resample_kernel` compute log p, log q and log m of any token:
 `load_row_inputs`, `load_clip_bounds`, `log_probabilities` and `log_ratio`.
 
-After division by F(w) any w yields a distribution within the bound and with an exact log-ratio, so
-w is solved only roughly: the error costs under 1% of the gain.
-
 Sums run over all tokens, in 16-byte loads; then the few preserved tokens are subtracted. Tokens
 that the draft cannot propose (a logit of -inf) are summed separately. Logarithms of probabilities
 are base 2, which takes one instruction each.
@@ -48,7 +45,8 @@ from vllm_mars.kernels.row_stats.fused import (
     unpack_value,
 )
 
-# Largest error of F(w) before the division by it.
+# Largest error of F(w). After division by F(w) any w yields a distribution within the bound and
+# with an exact log-ratio, so w is solved only roughly: the error costs under 1% of the gain.
 TOLERANCE = 1e-2
 # Three programs of `clip_kernel`, 80 registers a thread, fit a multiprocessor.
 WARPS = 8
@@ -368,7 +366,7 @@ def clip_kernel(
                 undrafted_logs -= tl.sum(other_logs, axis=0)
             rest = unpreserved - undrafted
             is_enough = rest > C.LEAST_REST
-            # Without enough left, 1 ends the loop.
+            # 1 ends the loop if too little mass is left outside S.
             total = tl.where(is_enough, total / rest, 1.0)
             flat = flat / rest
             log_total = tl.log(total)
@@ -376,12 +374,13 @@ def clip_kernel(
             drift = -logs_sum / C.LOG2_E / total - unpreserved_entropy - undrafted_logs / C.LOG2_E
             low = tl.where(total < 1.0, w, low)
             high = tl.where(total > 1.0, w, high)
+            # F is piecewise linear: w <- w (1 - flat) / (F(w) - flat), or bisection of log w.
             newton = w * (1.0 - flat) / (total - flat)
             is_inside = (newton > low) & (newton < high)
             following = tl.where(is_inside, newton, tl.sqrt(low) * tl.sqrt(high))
             taken += 1
         loss = tl.minimum(loss, price * price * C.EIGHTH)
-        # Without enough left, as at price 0.
+        # If too little mass is left outside S, m = p as at price 0.
         is_enough = rest > C.LEAST_REST
         price = tl.where(is_enough, price, 0.0)
         log_w = tl.where(is_enough, log_w, 0.0)
