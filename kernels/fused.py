@@ -1,18 +1,19 @@
-"""Verification of a step in Triton: which kernels are launched, in which order.
+"""Verification of a step in Triton: the kernels and the order in which they are launched.
 
 Symbols: B requests, R rows, S splits of a row.
 
-    rows_kernel      grid (R, S)       z1 with its id, and what else of each split the rule needs
-    clip_kernel      grid (R,)         where drafts are drawn: what is served at each row
-    mass_kernel      grid (R, blocks)  likewise, of drafts of more than one token: see
-    `block_verify` accept_kernel    grid (B,)         which draft tokens stay; emits and counts
-    resample_kernel  grid (B, blocks)  where requests sample: the token behind these
+    rows_kernel      grid (R, S)       z1 with its id, and the statistics of a split that the rule
+                                       needs
+    clip_kernel      grid (R,)         probabilistic drafts: the served distribution of each row
+    mass_kernel      grid (R, blocks)  probabilistic drafts of several tokens: see `block_verify`
+    accept_kernel    grid (B,)         accepts draft tokens; writes the output and the counters
+    resample_kernel  grid (B, blocks)  sampled requests: the token after the accepted drafts
 
-What the text asks of each row `constraints_kernel` has found before.
+`constraints_kernel` has run before: its result is an input.
 
-Bytes moved: the rows once, but the bonus row of a request that samples; of such a request one row
-again; the logits of the draft token and of kept tokens; the partial results, the outputs; for drawn
-drafts see `served_dist`. Not materialised: anything of the logits' size.
+Bytes moved: each row once, except bonus rows of sampled requests; for each of those requests one
+row again; logits of draft tokens and preserved tokens; partials and outputs. Probabilistic drafts:
+see `served_dist`. Not materialised: anything of the logits' size.
 """
 
 import functools
@@ -41,19 +42,13 @@ def verify(
     step_counters: StepCounters | None = None,
     sampling_inputs: SamplingInputs | None = None,
 ) -> VerifyOutput:
-    """Verifies a step; what its requests lose is added to their records.
+    """Verifies a step and adds the losses of its requests to their records.
 
-    Args:
-        step: its logits are processed, where requests sample.
-        engine_params: of the engine.
-        constraints: what the text before each row asks; or None, where it asks nothing.
-        step_counters: where the step is written down; what is not given is made, and dropped.
-        sampling_inputs: of the step, where requests sample.
-
-    Returns:
-        As in `kernels.reference.verify`, but that the tokens are int64.
+    As `kernels.reference.verify`, but tokens are int64, and logits of sampled requests are fully
+    processed unless `sampling_inputs.apply_temperature`.
     """
-    output, step_counters = _new_output(step), _whole(step_counters, step)
+    output = _new_output(step)
+    step_counters = _with_buffers(step_counters, step)
     if not step.slots.shape[0]:
         return output
     reduced = reduce_rows(step, engine_params, constraints, sampling_inputs)
@@ -63,7 +58,7 @@ def verify(
         masses = sum_residuals(reduced, sampling_inputs, clipped)
     accept(reduced, output, step_counters, clipped, masses)
     if sampling_inputs is not None:
-        # Its noise is vLLM's, without which `verify_greedy` works.
+        # Imported here because it needs vLLM's Gumbel noise, and `verify_greedy` works without.
         from vllm_mars.kernels.accept.resample import draw
 
         draw(reduced, sampling_inputs, clipped, output, step_counters)
@@ -71,23 +66,26 @@ def verify(
 
 
 def _new_output(step: VerifyInputs) -> VerifyOutput:
-    batch, device = step.slots.shape[0], step.logits.device
+    batch = step.slots.shape[0]
+    width = step.num_speculative_tokens + 1
+    device = step.logits.device
     return VerifyOutput(
-        torch.empty((batch, step.num_speculative_tokens + 1), dtype=torch.int64, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int64, device=device),
+        output_token_ids=torch.empty((batch, width), dtype=torch.int64, device=device),
+        num_emitted=torch.empty(batch, dtype=torch.int32, device=device),
+        num_relaxed=torch.empty(batch, dtype=torch.int32, device=device),
+        lost=torch.empty(batch, dtype=torch.int64, device=device),
     )
 
 
-def _whole(step_counters: StepCounters | None, step: VerifyInputs) -> StepCounters:
-    width, device = step.num_speculative_tokens, step.logits.device
+def _with_buffers(step_counters: StepCounters | None, step: VerifyInputs) -> StepCounters:
+    k = step.num_speculative_tokens
+    device = step.logits.device
     if step_counters is None:
-        size = CounterLayout(width).size
-        step_counters = StepCounters(torch.zeros(size, dtype=torch.int64, device=device), None)
+        counts = torch.zeros(CounterLayout(k).size, dtype=torch.int64, device=device)
+        step_counters = StepCounters(counts, None)
     if step_counters.table is None:
         size = bucket_size(step.slots.shape[0], 256)
-        step_counters = step_counters._replace(table=_cached_table(size, width + 1, device))
+        step_counters = step_counters._replace(table=_cached_table(size, k + 1, device))
     return step_counters
 
 

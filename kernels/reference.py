@@ -1,6 +1,6 @@
-"""Verification of a step in plain Python: what is done for its requests, in which order.
+"""Reference verification of a step in plain Python.
 
-It serves a CPU, and is the definition of what `kernels.fused` does.
+It runs on CPUs and defines what `kernels.fused` must compute.
 """
 
 import numpy as np
@@ -27,46 +27,65 @@ def verify(
     sampling_inputs: accept.CpuSamplingInputs | None = None,
     bonus: torch.Tensor | None = None,
 ) -> VerifyOutput:
-    """Verifies a step; what its requests lose is added to their records.
+    """Verifies a step and adds the losses of its requests to their records.
 
     Args:
-        step: its logits are processed but for the temperature.
-        engine_params: of the engine.
-        constraints: what the text before each row asks; or None, where it asks nothing.
-        step_counters: where the step is written down.
-        sampling_inputs: what decides where requests sample; None if all are greedy.
-        bonus: what follows the draft of each request if all of it is accepted, `[batch]` or
-            `[batch, 1]`; None, where all are greedy, for the first choice of the row behind it.
+        step: logits are processed, except for the temperature.
+        constraints: None if no request has any.
+        sampling_inputs: None if all requests are greedy.
+        bonus: bonus token of each request, `[batch]` or `[batch, 1]`; None, if all requests are
+            greedy, for the argmax of the bonus rows.
     """
     step = step._replace(logits=step.logits.detach().float())
-    slots, width = step.slots.tolist(), step.num_speculative_tokens
-    temperature = (
-        [0.0] * len(slots) if sampling_inputs is None else sampling_inputs.temperature.tolist()
-    )
+    slots = step.slots.tolist()
+    width = step.num_speculative_tokens
+    temperature = [0.0] * len(slots)
+    if sampling_inputs is not None:
+        temperature = sampling_inputs.temperature.tolist()
     rows = read_rows(step, engine_params, constraints, temperature, with_bonus=bonus is None)
     bonus_ids = None if bonus is None else bonus.reshape(-1).tolist()
-    relaxes, layout = step.records.relaxes, CounterLayout(width)
+    relaxes = step.records.relaxes
+    layout = CounterLayout(width)
     tokens = np.full((len(slots), width + 1), -1, dtype=np.int32)
     summary = np.zeros((3, len(slots)), dtype=np.int64)
     begins = [0, *step.cu_num_logits.tolist()]
     for req_idx, budget in enumerate(accept.loss_budgets(step)):
-        begin, end = begins[req_idx], begins[req_idx + 1] - 1
+        begin = begins[req_idx]
+        end = begins[req_idx + 1] - 1
         emitted = accept.accept(
-            rows, budget, step, engine_params, req_idx, sampling_inputs, constraints
+            rows=rows,
+            budget=budget,
+            step=step,
+            engine_params=engine_params,
+            req_idx=req_idx,
+            sampling_inputs=sampling_inputs,
+            constraints=constraints,
         )
         accepted, token = emitted.accepted, emitted.token
         if token is None:
             token = rows.argmax[end] if bonus_ids is None else bonus_ids[req_idx]
         tokens[req_idx, : accepted + 1] = [*rows.draft[begin : begin + accepted], token]
-        # What lies behind the answer's end is no part of it.
+        # Positions after the end of the answer are not counted.
         num_counted = 0 if budget.has_ended else num_extendable(rows, begin, end, budget) + 1
         counted = emitted._replace(
             decisions=emitted.decisions[:num_counted], gained=emitted.gained[:num_counted]
         )
-        own = rows.draft[begin:end], not temperature[req_idx], bool(relaxes[slots[req_idx]])
-        num_relaxed, lost = record_step(counted, *own, req_idx, step_counters, layout)
+        num_relaxed, lost = record_step(
+            counted,
+            draft=rows.draft[begin:end],
+            is_greedy=not temperature[req_idx],
+            is_relaxable=bool(relaxes[slots[req_idx]]),
+            req_idx=req_idx,
+            step_counters=step_counters,
+            layout=layout,
+        )
         if lost:
             step.records.lost[slots[req_idx]] += lost
         summary[:, req_idx] = accepted + 1, num_relaxed, lost
-    emitted_, relaxed_, lost_ = torch.from_numpy(summary)
-    return VerifyOutput(torch.from_numpy(tokens), emitted_.int(), relaxed_.int(), lost_)
+    num_emitted, num_relaxed_, lost_ = torch.from_numpy(summary)
+    return VerifyOutput(
+        output_token_ids=torch.from_numpy(tokens),
+        num_emitted=num_emitted.int(),
+        num_relaxed=num_relaxed_.int(),
+        lost=lost_,
+    )

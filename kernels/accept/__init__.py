@@ -1,1 +1,1 @@
-"""Which draft tokens of a request stay."""
+"""Acceptance of draft tokens and resampling of the next token."""

@@ -1,11 +1,10 @@
-"""Which draft tokens of a request stay, in Triton.
+"""Acceptance of draft tokens in Triton.
 
-`accept_kernel`, a program for each request, joins the splits of its rows, applies the rule, draws
-whether each draft token stays, emits and counts. The random numbers are those of vLLM's own
-sampler: what is strict is token for token what that emits, of drawn drafts by its method `block`.
+    accept_kernel   grid (B,)   combines the splits of a request's rows, applies the rule, accepts
+                                draft tokens; writes the output and the counters: `record_step`
 
-Counting adds the step's loss to the request's record, updates the counters and writes its report
-row: see `StepCounters`. A request's limits are read from its record, by slot.
+Random numbers are those of vLLM's sampler, so strict requests get the tokens that it emits; with
+probabilistic drafts, those of its method `block`.
 """
 
 import torch
@@ -21,27 +20,32 @@ from vllm_mars.kernels.row_stats.combine import forbids, num_extendable, read_lo
 from vllm_mars.kernels.row_stats.fused import Reduced, bucket_size, num_lanes
 from vllm_mars.kernels.served_dist.fused import log_ratio_of_fixed
 
-# Views that start anywhere: their alignment would multiply the compiled variants and gain nothing.
+# vLLM passes views at any offset: specializing on their alignment would only multiply the compiled
+# variants.
 _UNALIGNED = [
-    *("input_ids_ptr", "cu_num_logits_ptr", "slots_ptr", "pos_ptr"),
-    *("total_len_ptr", "prompt_len_ptr", "clipped_ptr", "masses_ptr"),
+    "input_ids_ptr",
+    "cu_num_logits_ptr",
+    "slots_ptr",
+    "pos_ptr",
+    "total_len_ptr",
+    "prompt_len_ptr",
+    "clipped_ptr",
+    "masses_ptr",
 ]
 _UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
 
 
 @triton.jit
 def step_seed(seed, local_pos):
-    """The seed of a place of a draft that is verified by blocks, as vLLM 0.33 has it.
-
-    How many tokens stay depends on the numbers of all places, so those behind them, which the next
-    step meets again at earlier places, must get others there.
-    """
+    """Per-position seed for block verification, as in vLLM 0.33."""
+    # Acceptance depends on the random numbers of all positions, so the next step, which revisits
+    # the rejected ones at smaller offsets, must not reuse theirs.
     return seed ^ (local_pos.to(tl.int64) << 32)
 
 
 @triton.jit
 def _uniform(seeds_ptr, pos_ptr, slot, row, mask, local_pos, BLOCK_VERIFY: tl.constexpr):
-    """What vLLM draws for each position."""
+    """vLLM's uniform random number of each position."""
     pos = tl.load(pos_ptr + row, mask=mask, other=0)
     seed = tl.load(seeds_ptr + slot)
     if BLOCK_VERIFY:
@@ -51,15 +55,17 @@ def _uniform(seeds_ptr, pos_ptr, slot, row, mask, local_pos, BLOCK_VERIFY: tl.co
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def accept_kernel(
-    # `VerifyOutput`, `StepCounters` and `Partials`: tensors that begin where memory does
+    # `VerifyOutput`, with aligned tensors like the next two
     output,
+    # `StepCounters`
     step_counters,
+    # `Partials`
     partials,
-    # [S, RECORD_SIZE]
+    # [num_slots, RECORD_SIZE]
     records_ptr,
-    # [num_rows]: a row's draft token is the next entry
+    # [num_rows]; the draft token of a row is the next entry
     input_ids_ptr,
-    # [batch], inclusive prefix sum of the rows; a request's last row is its bonus row
+    # [batch], inclusive prefix sum of rows; the last row of a request is its bonus row
     cu_num_logits_ptr,
     # `Protected` or None
     protected,
@@ -67,14 +73,17 @@ def accept_kernel(
     constraints,
     # [batch]
     slots_ptr,
-    # By slot
+    # [num_slots]
     total_len_ptr,
+    # [num_slots]
     prompt_len_ptr,
-    # Where requests sample: `SamplingTensors`, and [num_rows]
+    # `SamplingTensors`, or None if all requests are greedy
     sampling,
+    # [num_rows], or None if all requests are greedy
     pos_ptr,
-    # Of drawn drafts: [num_rows, CLIPPED] and [num_rows, num_blocks] of `sum_residuals`
+    # [num_rows, NUM_CLIP_STATS], or None without probabilistic drafts
     clipped_ptr,
+    # [num_rows, num_blocks], or None without probabilistic drafts
     masses_ptr,
     num_speculative_tokens,
     num_blocks,
@@ -83,11 +92,11 @@ def accept_kernel(
     SPLITS: tl.constexpr,
     BLOCKS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    # Of the rule: see `rules.fused`
+    # Functions of the rule: see `rules.fused`
     GREEDY: tl.constexpr,
     FIXED: tl.constexpr,
     WITH_SECOND: tl.constexpr,
-    # "no", "fixed" or "probabilistic" drafts
+    # "no" sampled requests, or those with "fixed" or "probabilistic" drafts
     SAMPLED: tl.constexpr,
 ):
     req_idx = tl.program_id(0)
@@ -106,58 +115,80 @@ def accept_kernel(
     record_ptr = records_ptr + slot * C.RECORD_SIZE
     produced = tl.load(total_len_ptr + slot) - tl.load(prompt_len_ptr + slot)
     rows = read_rows(
-        partials,
-        input_ids_ptr,
-        protected,
-        constraints,
-        record_ptr,
-        row,
-        is_row,
-        is_draft,
-        is_greedy,
-        vocab,
-        num_splits,
-        SPLITS,
-        WITH_SECOND,
+        partials=partials,
+        input_ids_ptr=input_ids_ptr,
+        protected=protected,
+        constraints=constraints,
+        record_ptr=record_ptr,
+        row=row,
+        is_row=is_row,
+        is_draft=is_draft,
+        is_greedy=is_greedy,
+        vocab=vocab,
+        num_splits=num_splits,
+        SPLITS=SPLITS,
+        WITH_SECOND=WITH_SECOND,
     )
     draft = rows.draft
     remaining, value, tokens_left = load_budget(record_ptr, produced, offset)
     is_over = has_ended(record_ptr, tl.load(input_ids_ptr + start), produced)
     extendable = num_extendable(rows.is_end, offset, length, tokens_left)
-    # The last position of the answer; none where it had ended before.
+    # Last position of the answer; -1 if it had already ended.
     last_counted = tl.where(is_over != 0, -1, extendable)
     splits = partials, row, num_splits
     verdict = GREEDY(rows, splits, value, remaining, extendable, offset, length, SPLITS)
     loss = rows.loss
     accepts = (verdict == C.VERDICT.FIRST) | (verdict == C.VERDICT.RELAXED)
     gained = tl.where(verdict == C.VERDICT.RELAXED, C.PER_NAT, 0.0).to(tl.int64)
-    # Greedily the drift is the loss.
+    # If greedy, the drift is the loss.
     drift = loss
     ratio_accepted = tl.zeros([POSITIONS], tl.float32)
     ratio_rejected = tl.zeros([POSITIONS], tl.float32)
     accepted_by_block = 0
     if SAMPLED != "no":
         if is_greedy == 0:
-            own = sampling.seeds, pos_ptr, slot, row, is_draft, offset
-            u = _uniform(*own, SAMPLED == "probabilistic")
+            u = _uniform(
+                seeds_ptr=sampling.seeds,
+                pos_ptr=pos_ptr,
+                slot=slot,
+                row=row,
+                mask=is_draft,
+                local_pos=offset,
+                BLOCK_VERIFY=SAMPLED == "probabilistic",
+            )
             if SAMPLED == "probabilistic":
-                # A token that was never drawn ends the draft.
-                length_drawn = tl.min(tl.where(is_draft & (draft == -1), offset, length), axis=0)
-                of_draft = clipped_ptr, masses_ptr, num_blocks, row, offset, length_drawn, u
-                accepted_by_block, gain = block_accept(*of_draft, BLOCKS)
+                # A placeholder ends the draft.
+                draft_len = tl.min(tl.where(is_draft & (draft == -1), offset, length), axis=0)
+                accepted_by_block, gain = block_accept(
+                    clipped_ptr=clipped_ptr,
+                    masses_ptr=masses_ptr,
+                    num_blocks=num_blocks,
+                    row=row,
+                    offset=offset,
+                    length=draft_len,
+                    u=u,
+                    BLOCKS=BLOCKS,
+                )
                 gained = round_units(gain)
-                of_row, is_drafted = clipped_ptr + C.NUM_CLIP_STATS * row, offset < length_drawn
-                ratio_accepted = tl.load(of_row + C.CLIP_STAT.LOG_RATIO, mask=is_drafted, other=0.0)
+                stats_ptr = clipped_ptr + C.NUM_CLIP_STATS * row
+                has_stats = offset < draft_len
+                ratio_accepted = tl.load(
+                    stats_ptr + C.CLIP_STAT.LOG_RATIO, mask=has_stats, other=0.0
+                )
                 reason = forbids(rows, False)
                 verdict = tl.where((draft >= 0) & (offset < extendable) & (value > 0), reason, 0)
-                loss = ceil_units(tl.load(of_row + C.CLIP_STAT.LOSS, mask=is_drafted, other=0.0))
-                drift = round_units(tl.load(of_row + C.CLIP_STAT.DRIFT, mask=is_drafted, other=0.0))
+                loss = ceil_units(tl.load(stats_ptr + C.CLIP_STAT.LOSS, mask=has_stats, other=0.0))
+                drift = round_units(
+                    tl.load(stats_ptr + C.CLIP_STAT.DRIFT, mask=has_stats, other=0.0)
+                )
             else:
                 logprobs = read_logprobs(rows, partials, row, is_draft, num_splits, SPLITS)
                 decisions = FIXED(
                     rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS
                 )
-                verdict, loss, gained = decisions.verdict, decisions.loss, decisions.gained
+                verdict = decisions.verdict
+                loss = decisions.loss
+                gained = decisions.gained
                 drift = round_units(decisions.drift)
                 ratio_accepted = log_ratio_of_fixed(decisions, True)
                 ratio_rejected = log_ratio_of_fixed(decisions, False)
@@ -169,38 +200,39 @@ def accept_kernel(
     if SAMPLED == "probabilistic":
         accepted = tl.where(is_greedy, accepted, accepted_by_block)
     token = tl.where(offset < accepted, draft, -1)
-    # Never accepted, the bonus row emits its argmax like a row whose draft is rejected. Where a
-    # request samples `resample_kernel` puts what it draws there, unless rounding leaves nothing to
-    # draw from: then the rejected token stays.
+    # The bonus row is never accepted, so it emits its argmax like a rejected row. `resample_kernel`
+    # replaces the token of a sampled request, unless rounding leaves no mass: then the rejected
+    # token remains.
     keeps_rejected = (is_greedy == 0) & (draft >= 0)
     next_token = tl.where(keeps_rejected, draft, rows.argmax.to(tl.int64))
     token = tl.where(is_row & (offset == accepted), next_token, token)
-    of_request = output.output_token_ids + req_idx.to(tl.int64) * (num_speculative_tokens + 1)
-    tl.store(of_request + offset, token, mask=offset <= num_speculative_tokens)
-    # Behind the draft the target's own bonus token follows.
+    token_ptr = output.output_token_ids + req_idx.to(tl.int64) * (num_speculative_tokens + 1)
+    tl.store(token_ptr + offset, token, mask=offset <= num_speculative_tokens)
+    # After the whole draft the target's bonus token follows, with ratio 0.
     ratio = tl.where(offset < accepted, ratio_accepted, ratio_rejected)
     num_relaxed, step_lost = record_step(
-        step_counters,
-        record_ptr + C.COLUMN.LOST,
-        req_idx,
-        offset,
-        draft,
-        verdict,
-        loss,
-        gained,
-        drift,
-        tl.where(is_draft, ratio, 0.0),
-        accepted,
-        is_draft & (offset <= last_counted),
-        is_greedy,
-        value != 0,
-        num_speculative_tokens,
-        SAMPLED == "probabilistic",
+        step_counters=step_counters,
+        lost_ptr=record_ptr + C.COLUMN.LOST,
+        req_idx=req_idx,
+        offset=offset,
+        draft=draft,
+        verdict=verdict,
+        loss=loss,
+        gained=gained,
+        drift=drift,
+        ratio=tl.where(is_draft, ratio, 0.0),
+        accepted=accepted,
+        is_counted=is_draft & (offset <= last_counted),
+        is_greedy=is_greedy,
+        is_relaxable=value != 0,
+        num_speculative_tokens=num_speculative_tokens,
+        BLOCK_VERIFY=SAMPLED == "probabilistic",
     )
     if SAMPLED == "probabilistic":
         if sampling.next_seeds is not None:
-            # What stays of a draft depends on the numbers that it was drawn with, so the next one
-            # gets others: a request's tokens grow with each step.
+            # Acceptance depends on the random numbers that the draft was sampled with, so the next
+            # draft needs others: the seed changes with the request's length, which grows in each
+            # step.
             total = (tl.load(total_len_ptr + slot) + accepted + 1).to(tl.int64)
             seed = tl.load(sampling.seeds + slot) ^ (total << 32)
             tl.store(sampling.next_seeds + slot, seed)
@@ -216,18 +248,17 @@ def accept(
     clipped: torch.Tensor | None = None,
     masses: torch.Tensor | None = None,
 ) -> None:
-    """Launches `accept_kernel`.
-
-    Args:
-        reduced: the step.
-        output: written; behind the drafts of a request that samples, a draw is still to come.
-        step_counters: where the step is written down, with a table.
-        clipped, masses: of drawn drafts, see `clip_rows` and `sum_residuals`.
-    """
-    step, sampling_inputs, rule = reduced.step, reduced.sampling_inputs, reduced.engine_params.rule
-    kind = "no" if sampling_inputs is None else "fixed" if clipped is None else "probabilistic"
+    """Launches `accept_kernel`; the table of `step_counters` must not be None."""
+    step = reduced.step
+    rule = reduced.engine_params.rule
+    sampling_inputs = reduced.sampling_inputs
+    if sampling_inputs is None:
+        sampled = "no"
+    else:
+        sampled = "fixed" if clipped is None else "probabilistic"
     num_blocks = 1 if masses is None else masses.shape[1]
-    vocab, positions = step.logits.shape[1], reduced.num_positions
+    vocab = step.logits.shape[1]
+    positions = reduced.num_positions
     reduced.launch_cache.launch(
         accept_kernel,
         (step.slots.shape[0], 1, 1),
@@ -256,8 +287,8 @@ def accept(
         rule.jitted.greedy,
         rule.jitted.sampled,
         rule.needs.second,
-        kind,
-        # Long drafts leave one warp too few registers.
+        sampled,
+        # One warp has too few registers for long drafts.
         num_warps=max(1, positions // 8),
         enable_fp_fusion=False,
     )

@@ -1,8 +1,8 @@
-"""Which draft tokens of a request stay, on a CPU.
+"""Acceptance of draft tokens on a CPU.
 
-Where a request samples its rows are divided by the temperature and their softmax is found, one
-request at a time: those of a drawn draft up to the first token that was never drawn, all of one
-that is not drawn, for what the rule looks ahead to, and of a strict request what is reached.
+Rows of sampled requests get temperature and softmax here, one request at a time: up to the first
+placeholder of a probabilistic draft; all rows of a fixed draft, since the rule looks ahead, but in
+strict requests only rows that are reached.
 """
 
 import math
@@ -21,17 +21,15 @@ from vllm_mars.kernels.served_dist.naive import RowDecision, clip_prices, clip_r
 
 
 class CpuSamplingInputs:
-    """How the requests of a step sample, and the random numbers that decide.
+    """Sampling parameters and random numbers of a step.
 
     Args:
-        temperature: float32 `[batch]`; 0 is greedy. A row is divided by it when it is reached; 1
-            where that has been done.
+        temperature: float32 `[batch]`; 0 is greedy, 1 if rows have been divided already.
         uniform: float64 `[num_draft]`, in [0, 1).
-        draft_probs: float32 `[num_draft, vocab]`, what drafts were drawn from; None if they were
-            not drawn.
-        generators: of requests that have one of their own, by place in the batch.
-        noise: `[vocab]`, the reciprocals of exponential random numbers that vLLM's sampler draws,
-            by place, of requests that are to emit what it emits. Others take one number.
+        draft_probs: float32 `[num_draft, vocab]`; None for fixed drafts.
+        generators: per-request generators, by batch index.
+        noise: `[vocab]` by batch index, reciprocals of the exponential random numbers of vLLM's
+            sampler, to emit the same token as that. Other requests use one uniform number.
     """
 
     def __init__(
@@ -49,40 +47,37 @@ class CpuSamplingInputs:
         self._noise = noise or {}
 
     def accepts(self, draft_idx: int, probability: float) -> bool:
-        """Whether the draft token at a position stays that does so with this probability."""
+        """Whether a draft token is accepted, given its acceptance probability."""
         return bool(probability > 0 and probability >= self._uniform[draft_idx])
 
     def sample_token(self, req_idx: int, weights: torch.Tensor) -> int:
-        """The token that comes instead, by its weight; float32 `[vocab]`, not all 0."""
+        """Samples a token by weight; float32 `[vocab]`, not all 0."""
         if req_idx in self._noise:
             return int((weights * self._noise[req_idx]).argmax())
         sums = weights.cumsum(0, dtype=torch.float64)
         u = torch.rand((), dtype=torch.float64, generator=self._generators.get(req_idx))
-        # Below the whole sum, so that a token comes which adds to it. Not so of a NaN.
+        # u * sums[-1] is below the sum, so the token has a weight above 0; `min` is for NaN.
         return min(int(torch.searchsorted(sums, u * sums[-1], right=True)), len(sums) - 1)
 
 
 class Emitted(NamedTuple):
-    """What a step emits for one request.
+    """Output of a step for one request."""
 
-    Attributes:
-        accepted: draft tokens.
-        token: what comes in the place of the first rejected one, or None where all are accepted.
-        decisions: what was decided at the positions that were looked at.
-        log_ratios: of a request that samples, log m - log p of each token.
-        gained: of a drawn draft what the rule adds to the chance that each of its tokens stays, of
-            those that were not reached, too; in units of 2**-LOSS_BITS.
-    """
-
+    # Number of accepted draft tokens
     accepted: int
+    # The token after these, or None if all draft tokens are accepted
     token: int | None
+    # Of positions that were reached
     decisions: Sequence[RowDecision]
+    # log m - log p of each emitted token, if sampled
     log_ratios: Sequence[float] = ()
+    # The rule's gain in each acceptance probability of a probabilistic draft, also of positions
+    # that were not reached; in units of 2**-LOSS_BITS
     gained: Sequence[int] = ()
 
 
 def loss_budgets(step: VerifyInputs) -> Iterator[LossBudget]:
-    """What each request of a step may pay and lose."""
+    """Loss budget of each request of a step."""
     slots = step.slots.long()
     columns = [Column.VALUE, Column.RATE, Column.LOST, Column.MAX_TOKENS]
     records = step.records.table[slots][:, columns].tolist()
@@ -90,8 +85,8 @@ def loss_budgets(step: VerifyInputs) -> Iterator[LossBudget]:
     inputs = step.input_ids.tolist()
     last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if records else []
     stop_ids = step.records.stop_ids[slots].tolist()
-    for req_idx, (value, rate, lost, most_tokens) in enumerate(records):
-        budget = LossBudget.of(value, rate, lost, produced[req_idx], most_tokens)
+    for req_idx, (value, rate, lost, max_tokens) in enumerate(records):
+        budget = LossBudget.of(value, rate, lost, produced[req_idx], max_tokens)
         is_end = produced[req_idx] > 0 and last[req_idx] >= 0 and last[req_idx] in stop_ids[req_idx]
         yield budget._replace(has_ended=budget.has_ended or is_end)
 
@@ -105,14 +100,21 @@ def accept(
     sampling_inputs: CpuSamplingInputs | None,
     constraints: CpuConstraints | None,
 ) -> Emitted:
-    """What a step emits for the request at a place of the batch."""
+    """Decides which draft tokens of a request are accepted, and the token after them."""
     cu_num_logits = step.cu_num_logits
-    begin, end = int(cu_num_logits[req_idx - 1]) if req_idx else 0, int(cu_num_logits[req_idx]) - 1
+    begin = int(cu_num_logits[req_idx - 1]) if req_idx else 0
+    end = int(cu_num_logits[req_idx]) - 1
     if sampling_inputs is None or not sampling_inputs.temperature[req_idx]:
         return _greedy(rows, begin, end, budget, engine_params.rule)
     followers = () if constraints is None else constraints.followers[begin:end]
     sampled_draft = SampledDraft(
-        step, engine_params, sampling_inputs, req_idx, begin, end, followers
+        step=step,
+        engine_params=engine_params,
+        sampling_inputs=sampling_inputs,
+        req_idx=req_idx,
+        begin=begin,
+        end=end,
+        followers=followers,
     )
     if sampling_inputs.draft_probs is None:
         return _fixed(rows, budget, engine_params.rule, sampled_draft)
@@ -130,38 +132,29 @@ def _greedy(rows: Rows, begin: int, end: int, budget: LossBudget, rule: Rule) ->
     return Emitted(len(verdicts), None, decisions)
 
 
-# By width, and kept: to get new memory for rows takes as long as to read them.
+# Cached by width: allocating rows takes as long as reading them.
 _BUFFERS: dict[int, torch.Tensor] = {}
 
 
 def _buffers(num_rows: int, vocab: int) -> torch.Tensor:
-    """Rows to write to; float32 `[num_rows, vocab]`, the same ones for each call."""
-    found = _BUFFERS.get(vocab)
-    if found is None or len(found) < num_rows:
-        # What is made in inference mode, where an engine runs, could be written to there alone.
+    """Scratch rows, float32 `[num_rows, vocab]`, the same memory for each call."""
+    buffers = _BUFFERS.get(vocab)
+    if buffers is None or len(buffers) < num_rows:
+        # A tensor made in inference mode, which engines run in, could not be written to outside it.
         with torch.inference_mode(False):
-            found = _BUFFERS[vocab] = torch.empty(num_rows, vocab)
-    return found[:num_rows]
+            buffers = _BUFFERS[vocab] = torch.empty(num_rows, vocab)
+    return buffers[:num_rows]
 
 
 class SampledDraft:
-    """The draft of a request that samples, and its rows.
-
-    Args:
-        step: with float32 logits.
-        engine_params: of the engine.
-        sampling_inputs: what decides.
-        req_idx: of the request in the batch.
-        begin, end: its first row, and its bonus row.
-        followers: of each row, what `CpuConstraints` lists; nothing for none.
+    """Draft and rows of a sampled request; `step` has float32 logits.
 
     Attributes:
-        z: float32 `[n, vocab]`, the rows, once they are read divided by the temperature.
-        p: likewise, their softmax.
-        q: likewise, what a draft was drawn from, or None.
-        preserved: of each row int64 `[m]`, the tokens that keep their probability, each once.
-        buffers: float32 `[3 + n, vocab]`, to be written.
-        max_draft_len: K, the longest draft of a request.
+        z: float32 `[n, vocab]`, logits divided by the temperature once they are read.
+        p: float32 `[n, vocab]`, softmax of z.
+        q: float32 `[n, vocab]`, draft probabilities; None for a fixed draft.
+        preserved: int64 `[m]` per row, distinct preserved tokens.
+        buffers: float32 `[3 + n, vocab]`, scratch.
     """
 
     def __init__(
@@ -174,12 +167,16 @@ class SampledDraft:
         end: int,
         followers: Sequence[Collection[int]] = (),
     ) -> None:
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
+        # K, the longest draft of a request
         self.max_draft_len = step.num_speculative_tokens
-        length, vocab = end - begin, step.logits.shape[1]
+        length = end - begin
+        vocab = step.logits.shape[1]
         self._temperature = float(sampling_inputs.temperature[req_idx])
-        self._req_idx, self._sampling_inputs = req_idx, sampling_inputs
-        # The draft tokens of a step have no bonus rows between them.
+        self._req_idx = req_idx
+        self._sampling_inputs = sampling_inputs
+        # Draft tokens are indexed without the bonus rows.
         self._first = begin - req_idx
         self._logits = step.logits[begin:end]
         self.q = None
@@ -188,30 +185,27 @@ class SampledDraft:
         buffers = _buffers(3 + 3 * length, vocab)
         self.buffers, self.p, z = buffers.tensor_split([3 + length, 3 + 2 * length])
         self.z = self._logits if self._temperature == 1 else z
-        ends = step.records.stop_ids[int(step.slots[req_idx])].tolist()
-        own = (
-            {*ends}
-            if engine_params.protected is None
-            else {*ends, *engine_params.protected.ids.tolist()}
-        )
-        preserved = (own.union(more) for more in followers or [()] * length)
+        preserved = set(step.records.stop_ids[int(step.slots[req_idx])].tolist())
+        if engine_params.protected is not None:
+            preserved.update(engine_params.protected.ids.tolist())
         self.preserved = [
-            torch.tensor(sorted(it for it in of_row if 0 <= it < vocab), dtype=torch.int64)
-            for of_row in preserved
+            torch.tensor(
+                sorted(token for token in preserved.union(row_followers) if 0 <= token < vocab),
+                dtype=torch.int64,
+            )
+            for row_followers in followers or [()] * length
         ]
 
     def read(self, rows: slice) -> None:
-        """Finds z and p of rows."""
+        """Computes z and p of rows."""
         if self._temperature != 1:
             torch.div(self._logits[rows], self._temperature, out=self.z[rows])
         torch.softmax(self.z[rows], dim=-1, out=self.p[rows])
 
     def accepts(self, offset: int, probability: float) -> bool:
-        """Whether a draft token stays that does so with this probability."""
         return self._sampling_inputs.accepts(self._first + offset, probability)
 
     def sample_token(self, weights: torch.Tensor) -> int:
-        """The token that comes instead, by its weight."""
         return self._sampling_inputs.sample_token(self._req_idx, weights)
 
 
@@ -229,7 +223,7 @@ def _fixed(rows: Rows, budget: LossBudget, rule: Rule, sampled_draft: SampledDra
         draft, ratio = rows.draft[i], log_ratio(decision, is_draft=True)
         if is_strict:
             sampled_draft.read(slice(offset, offset + 1))
-        # What is strict compares vLLM's own number.
+        # Strict positions compare the same number as vLLM.
         accepted = float(p[offset, draft]) if draft >= 0 else 0.0
         if decision.bias:
             accepted = math.exp(min(rows.log_p[i] + ratio, 0.0))
@@ -240,11 +234,12 @@ def _fixed(rows: Rows, budget: LossBudget, rule: Rule, sampled_draft: SampledDra
         if draft >= 0:
             weights[draft] = 0.0
         if decision.bias:
-            # Not kept tokens times Z, which may be too large for a number.
-            of_preserved = weights[sampled_draft.preserved[offset]]
+            # Divides the other tokens by Z instead of multiplying preserved ones by it, which could
+            # overflow.
+            preserved_weights = weights[sampled_draft.preserved[offset]]
             weights *= math.exp(log_ratio(decision, is_draft=False))
-            weights[sampled_draft.preserved[offset]] = of_preserved
-        # Only rounding leaves nothing to draw from.
+            weights[sampled_draft.preserved[offset]] = preserved_weights
+        # Only rounding leaves no mass.
         token = sampled_draft.sample_token(weights) if weights.any() or draft < 0 else draft
         is_preserved = token in sampled_draft.preserved[offset]
         log_ratios.append(log_ratio(decision, token == draft, is_preserved))
@@ -256,42 +251,51 @@ def _probabilistic(rows: Rows, budget: LossBudget, sampled_draft: SampledDraft) 
     begin, end, q = sampled_draft.begin, sampled_draft.end, sampled_draft.q
     assert q is not None
     prices = clip_prices(rows, begin, end, budget, sampled_draft.max_draft_len)
-    gainful = num_extendable(rows, begin, end, budget)
+    extendable = num_extendable(rows, begin, end, budget)
     drafts = rows.draft[begin:end]
-    # A token that was never drawn ends the draft.
+    # A placeholder ends the draft.
     length = next((i for i, draft in enumerate(drafts) if draft == -1), end - begin)
-    # Nothing is looked at behind it, but that a token is drawn there.
+    # The row at `length` is read, too: a token may be sampled there.
     sampled_draft.read(slice(length + 1))
-    z, p, buffers = sampled_draft.z, sampled_draft.p, sampled_draft.buffers
-    served, joint_ratios, gained = [], [], []
-    joint_ratio = strict = 1.0
+    z = sampled_draft.z
+    p = sampled_draft.p
+    buffers = sampled_draft.buffers
+    served = []
+    joint_ratios = []
+    gained = []
+    joint_ratio = strict_joint_ratio = 1.0
     for i in range(length):
-        out = buffers[3 + i]
-        of_row = clip_row(z[i], p[i], q[i], prices[i], sampled_draft.preserved[i], out, buffers[:3])
-        at_draft = (p[i], of_row.m, q[i])
-        of_p, of_m, of_q = (float(it[drafts[i]]) if drafts[i] >= 0 else 0.0 for it in at_draft)
-        joint_ratio, strict = (
-            update_joint_ratio(joint_ratio, of_m, of_q),
-            update_joint_ratio(strict, of_p, of_q),
+        clipped = clip_row(
+            logits=z[i],
+            p=p[i],
+            q=q[i],
+            price=prices[i],
+            preserved=sampled_draft.preserved[i],
+            out=buffers[3 + i],
+            buffers=buffers[:3],
         )
-        served.append(of_row)
+        x = drafts[i]
+        p_x, m_x, q_x = (float(dist[x]) if x >= 0 else 0.0 for dist in (p[i], clipped.m, q[i]))
+        joint_ratio = update_joint_ratio(joint_ratio, m_x, q_x)
+        strict_joint_ratio = update_joint_ratio(strict_joint_ratio, p_x, q_x)
+        served.append(clipped)
         joint_ratios.append(joint_ratio)
-        gained.append(round_units(joint_ratio - strict))
+        gained.append(round_units(joint_ratio - strict_joint_ratio))
 
+    # max(p_i m - q, 0) of the row after i accepted tokens.
     def residual(i: int) -> torch.Tensor:
-        """What is drawn from behind i drafts."""
         m = torch.mul(served[i].m, joint_ratios[i - 1] if i else 1.0, out=buffers[0])
         return m.sub_(q[i]).clamp_(min=0)
 
     accepted = num_accepted(
         joint_ratios,
-        lambda i: float(residual(i).sum()),
-        lambda i, probability: sampled_draft.accepts(i - 1, probability),
+        residual=lambda i: float(residual(i).sum()),
+        accepts=lambda i, probability: sampled_draft.accepts(i - 1, probability),
     )
     token: int | None = None
     if accepted < length:
         weights = residual(accepted)
-        # Only rounding leaves nothing to draw from.
+        # Only rounding leaves no mass.
         if weights.any():
             token = sampled_draft.sample_token(weights)
         else:
@@ -302,7 +306,7 @@ def _probabilistic(rows: Rows, budget: LossBudget, sampled_draft: SampledDraft) 
     log_ratios: list[float] = []
     for i in range(min(accepted + 1, end - begin)):
         verdict = Verdict.NONE
-        if drafts[i] >= 0 and budget.value > 0 and i < gainful:
+        if drafts[i] >= 0 and budget.value > 0 and i < extendable:
             verdict = rows.forbids(begin + i, checks_argmax=False)
         if i == length:
             decisions.append(RowDecision(verdict))
@@ -312,7 +316,7 @@ def _probabilistic(rows: Rows, budget: LossBudget, sampled_draft: SampledDraft) 
         decisions.append(RowDecision(verdict, loss=loss, drift=drift))
         emitted = drafts[i] if i < accepted else token
         ratio = float(served[i].m[emitted] / p[i, emitted])
-        # Of a row that holds a NaN any token may come.
+        # A row with a NaN may emit any token.
         is_known = 0 < ratio < math.inf and emitted not in sampled_draft.preserved[i]
         log_ratios.append(math.log(ratio) if is_known else 0.0)
     if accepted == length:

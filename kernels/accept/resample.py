@@ -1,13 +1,12 @@
-"""The draw behind a request's accepted drafts, in Triton.
+"""Resampling of the token after a request's accepted drafts, in Triton.
 
-    resample_kernel   grid (B, blocks)   the largest of a block of the one row that is drawn from,
-                                         with vLLM's Gumbel noise; the block that ends last puts the
-                                         largest of all behind the request's drafts
+    resample_kernel   grid (B, blocks)   argmax of a block of the resampled row with vLLM's Gumbel
+                                         noise; the last block to end stores the argmax of all
 
 The row is that of the first rejected draft token, or the bonus row. With x rejected, q its draft
-distribution and p_i what the draft has reached before it (`block_verify`), what is drawn from is
-max(p_i m - q, 0); of a fixed draft that is m without x, in which kept tokens weigh Z times what
-they do in p. A draft token that was never drawn has no q.
+distribution and p_i the joint ratio before it (`block_verify`), the token is sampled from
+max(p_i m - q, 0). For a fixed draft this is m without x, where preserved tokens weigh Z times their
+weight in p. A placeholder has no q: the token is sampled from p.
 """
 
 import functools
@@ -22,17 +21,27 @@ from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import SamplingInputs, StepCounters, VerifyOutput
 from vllm_mars.kernels.preserved import is_preserved
 from vllm_mars.kernels.row_stats.fused import Reduced, bucket_size, divide_logits, draft_strides
-from vllm_mars.kernels.served_dist.fused import load_clipped, log_probabilities, log_ratio
+from vllm_mars.kernels.served_dist.fused import (
+    load_clip_bounds,
+    load_row_inputs,
+    log_probabilities,
+    log_ratio,
+)
 
-# Logits of a block of the draw; the noise of a token is the same in a block of any size. On an H200
-# few large blocks take half the time of many small ones where 16 requests sample, and no more where
-# 64 do.
+# Logits of a block; a token's noise does not depend on the block size. On an H200 few large blocks
+# take half the time of many small ones for 16 sampled requests, and the same time for 64.
 _DRAW_BLOCK = 16_384
 
-# The alignment of these would multiply the compiled variants and gain nothing.
+# vLLM passes views at any offset: specializing on their alignment would only multiply the compiled
+# variants.
 _UNALIGNED = [
-    *("clipped_ptr", "input_ids_ptr", "slots_ptr", "cu_num_logits_ptr", "pos_ptr"),
-    *("output_token_ids_ptr", "table_ptr"),
+    "clipped_ptr",
+    "input_ids_ptr",
+    "slots_ptr",
+    "cu_num_logits_ptr",
+    "pos_ptr",
+    "output_token_ids_ptr",
+    "table_ptr",
 ]
 _UNSPECIALIZED = ["num_blocks", "num_speculative_tokens"]
 
@@ -44,46 +53,64 @@ def _served(
     draft_ptr,
     draft_temperature,
     divisor,
-    preserved,
+    protected,
+    constraints,
+    row,
+    record_ptr,
+    vocab,
     token,
     mask,
     APPLY_TEMPERATURE: tl.constexpr,
 ):
-    """Of tokens log2 p, log2 m - log2 p and log2 q - log2 p."""
-    row, own = load_clipped(clipped_ptr, draft_temperature, divisor, APPLY_TEMPERATURE)
-    log_p, of_q = log_probabilities(target_ptr, draft_ptr, row, token, mask)
-    ratio = log_ratio(of_q, own)
-    # Without a price m is p.
+    """log2 p, log2 m - log2 p and log2 q - log2 p of tokens."""
+    row_inputs = load_row_inputs(clipped_ptr, target_ptr, draft_ptr, draft_temperature, divisor)
+    bounds = load_clip_bounds(clipped_ptr)
+    log_p, q_ratio = log_probabilities(row_inputs, token, mask, APPLY_TEMPERATURE)
+    ratio = log_ratio(q_ratio, bounds)
+    # At price 0 m is p.
     if tl.load(clipped_ptr + C.CLIP_STAT.PRICE) > 0:
-        ratio = tl.where(is_preserved(token, *preserved), 0.0, ratio)
-    return log_p, ratio, of_q
+        is_token_preserved = is_preserved(token, protected, constraints, row, record_ptr, vocab)
+        ratio = tl.where(is_token_preserved, 0.0, ratio)
+    return log_p, ratio, q_ratio
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def resample_kernel(
-    # [batch, num_speculative_tokens + 1]; [batch, 2, num_speculative_tokens + 1]
+    # [batch, num_speculative_tokens + 1]
     output_token_ids_ptr,
+    # [batch, 2, num_speculative_tokens + 1]: see `StepCounters`
     table_ptr,
-    # [batch, num_blocks] each
+    # [batch, num_blocks]
     token_ptr,
+    # [batch, num_blocks]
     value_ptr,
     # [batch], blocks that have ended; 0 before and after
     ended_ptr,
-    # As in `accept_kernel`
+    # [num_rows, vocab]
     logits_ptr,
     logits_stride,
+    # [num_rows, NUM_CLIP_STATS], or None without probabilistic drafts
     clipped_ptr,
+    # `SamplingTensors`
     sampling,
+    # Strides of `sampling.draft_logits`, [num_slots, steps, vocab]
     draft_stride,
     draft_step_stride,
+    # `Protected` or None
     protected,
+    # `Constraints` or None
     constraints,
-    # [S, RECORD_SIZE]
+    # [num_slots, RECORD_SIZE]
     records_ptr,
+    # [batch], accepted draft tokens plus 1
     num_sampled_ptr,
+    # [num_rows]; the draft token of a row is the next entry
     input_ids_ptr,
+    # [batch], inclusive prefix sum of rows
     cu_num_logits_ptr,
+    # [batch]
     slots_ptr,
+    # [num_rows]
     pos_ptr,
     num_speculative_tokens,
     vocab,
@@ -103,11 +130,10 @@ def resample_kernel(
     start = tl.load(cu_num_logits_ptr + req_idx - 1, mask=req_idx > 0, other=0)
     local_pos = tl.load(num_sampled_ptr + req_idx).to(tl.int64) - 1
     row = start + local_pos
-    # The draft token that was rejected, below -1 if it was struck out; -1 in the bonus row.
+    # The rejected draft token, GRAMMAR_REJECTED included; -1 in the bonus row.
     rejected = tl.load(input_ids_ptr + row + 1, mask=row < end - 1, other=-1)
     rejected = tl.where(rejected < vocab, rejected, -1)
-    preserved = protected, constraints, row, records_ptr + slot * C.RECORD_SIZE, vocab
-    # What stands at a place of the request's tokens.
+    record_ptr = records_ptr + slot * C.RECORD_SIZE
     output_token_ids_ptr += req_idx.to(tl.int64) * (num_speculative_tokens + 1) + local_pos
     table_ptr += req_idx.to(tl.int64) * 2 * (num_speculative_tokens + 1) + local_pos
 
@@ -120,23 +146,38 @@ def resample_kernel(
         clipped_ptr += C.NUM_CLIP_STATS * row
         draft_ptr = sampling.draft_logits + slot * draft_stride + local_pos * draft_step_stride
         draft_temperature = tl.load(sampling.draft_temperature + slot)
-        own = logits_ptr, clipped_ptr, draft_ptr, draft_temperature, temperature, preserved
         if rejected != -1:
-            log_p, ratio, of_q = _served(*own, token, mask, APPLY_TEMPERATURE)
+            log_p, ratio, q_ratio = _served(
+                target_ptr=logits_ptr,
+                clipped_ptr=clipped_ptr,
+                draft_ptr=draft_ptr,
+                draft_temperature=draft_temperature,
+                divisor=temperature,
+                protected=protected,
+                constraints=constraints,
+                row=row,
+                record_ptr=record_ptr,
+                vocab=vocab,
+                token=token,
+                mask=mask,
+                APPLY_TEMPERATURE=APPLY_TEMPERATURE,
+            )
             log_joint_ratio = tl.load(
                 clipped_ptr + C.CLIP_STAT.LOG_JOINT_RATIO, mask=local_pos > 0, other=0.0
             )
-            of_draft = libdevice.exp2(of_q - ratio - log_joint_ratio * C.LOG2_E)
-            residual = (log_p + ratio) / C.LOG2_E + log_joint_ratio + libdevice.log1p(-of_draft)
-            # What the target forbids has a p, if a small one.
-            is_there = (of_draft < 1.0) & (log_p > C.LEAST_LOG2)
-            logits = tl.where(is_there, residual, float("-inf")).to(tl.float32)
+            # log max(p_i m - q, 0) = log m + log p_i + log(1 - q / (p_i m))
+            q_share = libdevice.exp2(q_ratio - ratio - log_joint_ratio * C.LOG2_E)
+            residual = (log_p + ratio) / C.LOG2_E + log_joint_ratio + libdevice.log1p(-q_share)
+            # Masked tokens have a tiny p: see LEAST_LOG2.
+            has_mass = (q_share < 1.0) & (log_p > C.LEAST_LOG2)
+            logits = tl.where(has_mass, residual, float("-inf")).to(tl.float32)
     else:
         logits = tl.where(token != rejected, logits, float("-inf"))
-        # Of each token here that is not kept.
+        # log m - log p of all tokens that are not preserved.
         ratio = tl.load(table_ptr)
         if ratio < 0.0:
-            logits -= tl.where(is_preserved(token, *preserved), ratio, 0.0)
+            is_token_preserved = is_preserved(token, protected, constraints, row, record_ptr, vocab)
+            logits -= tl.where(is_token_preserved, ratio, 0.0)
     value, index = gumbel_noised_argmax(
         logits,
         token,
@@ -151,7 +192,7 @@ def resample_kernel(
     first = req_idx.to(tl.int64) * num_blocks
     tl.store(token_ptr + first + block, block * BLOCK + index)
     tl.store(value_ptr + first + block, value)
-    # Both are stored before another block sees that this one has ended. To acquire empties the L1
+    # Both are stored before another block sees that this one has ended. Acquiring empties the L1
     # cache of a multiprocessor, so only the last block does: a third of the time on an H200.
     tl.debug_barrier()
     if tl.atomic_add(ended_ptr + req_idx, 1, sem="release") == num_blocks - 1:
@@ -164,19 +205,33 @@ def resample_kernel(
             other=float("-inf"),
             cache_modifier=".cg",
         )
-        # A NaN would lead behind the blocks.
+        # argmax of a NaN would be out of range.
         values = tl.where(values == values, values, float("-inf"))
         best = first + tl.argmax(values, axis=0)
         token_id = tl.load(token_ptr + best, cache_modifier=".cg").to(tl.int64)
-        # Only rounding leaves nothing to draw from: then what `accept_kernel` put there stays.
+        # If rounding leaves no mass, the token that `accept_kernel` wrote remains.
         is_empty = (tl.max(values, axis=0) == float("-inf")) & (rejected != -1)
         token_id = tl.where(is_empty, tl.load(output_token_ids_ptr), token_id)
         tl.store(output_token_ids_ptr, token_id)
         if sampling.draft_logits is not None:
             if rejected != -1:
-                _, ratio, _ = _served(*own, token_id, token_id >= 0, APPLY_TEMPERATURE)
+                _, ratio, _ = _served(
+                    target_ptr=logits_ptr,
+                    clipped_ptr=clipped_ptr,
+                    draft_ptr=draft_ptr,
+                    draft_temperature=draft_temperature,
+                    divisor=temperature,
+                    protected=protected,
+                    constraints=constraints,
+                    row=row,
+                    record_ptr=record_ptr,
+                    vocab=vocab,
+                    token=token_id,
+                    mask=token_id >= 0,
+                    APPLY_TEMPERATURE=APPLY_TEMPERATURE,
+                )
                 tl.store(table_ptr, ratio / C.LOG2_E)
-        elif is_preserved(token_id, *preserved):
+        elif is_preserved(token_id, protected, constraints, row, record_ptr, vocab):
             tl.store(table_ptr, 0.0)
 
 
@@ -187,17 +242,20 @@ def draw(
     output: VerifyOutput,
     step_counters: StepCounters,
 ) -> None:
-    """Adds the token behind the accepted drafts of each request that samples."""
-    step, batch = reduced.step, reduced.step.slots.shape[0]
-    vocab, is_probabilistic = (
-        step.logits.shape[1],
-        sampling_inputs.sampling.draft_logits is not None,
-    )
+    """Launches `resample_kernel`, which writes the last token of each sampled request."""
+    step = reduced.step
+    sampling = sampling_inputs.sampling
+    batch = step.slots.shape[0]
+    vocab = step.logits.shape[1]
+    is_probabilistic = sampling.draft_logits is not None
     num_blocks, block, warps = draw_settings(vocab, is_probabilistic)
-    size = bucket_size(batch, 256)
     tokens, values, ended = _cached_best(
-        size, num_blocks, sampling_inputs.use_fp64, step.logits.device
+        batch=bucket_size(batch, 256),
+        num_blocks=num_blocks,
+        use_fp64=sampling_inputs.use_fp64,
+        device=step.logits.device,
     )
+    draft_stride, draft_step_stride = draft_strides(sampling_inputs)
     reduced.launch_cache.launch(
         resample_kernel,
         (batch, num_blocks, 1),
@@ -209,8 +267,9 @@ def draw(
         step.logits,
         step.logits.stride(0),
         clipped,
-        sampling_inputs.sampling,
-        *draft_strides(sampling_inputs),
+        sampling,
+        draft_stride,
+        draft_step_stride,
         reduced.engine_params.protected,
         reduced.constraints,
         step.records.table,
@@ -243,7 +302,7 @@ def draw_settings(vocab: int, is_probabilistic: bool) -> tuple[int, int, int]:
 def _cached_best(
     batch: int, num_blocks: int, use_fp64: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token and value of each block, and how many blocks have ended: 0 again after each step."""
+    """Token and value of each block, and the number of ended blocks: 0 after each step."""
     tokens = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
     values = torch.empty_like(tokens, dtype=torch.float64 if use_fp64 else torch.float32)
     return tokens, values, torch.zeros(batch, dtype=torch.int32, device=device)

@@ -1,1 +1,1 @@
-"""Which tokens of a drawn draft stay: verification by blocks."""
+"""Block verification of probabilistic drafts."""

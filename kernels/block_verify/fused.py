@@ -1,11 +1,11 @@
-"""Verification by blocks in Triton; `block_verify.naive` has the rule.
+"""Block verification in Triton: see `block_verify.naive` for the rule.
 
-    mass_kernel   grid (rows, blocks)   what a draft has reached before a row, p_i, and a block's
-                                        part of S_i; not of a request's first row
-    block_accept  a device function with which `accept_kernel` decides how many tokens stay
+    mass_kernel   grid (rows, blocks)   p_i of the draft before a row, and the part of S_i of a
+                                        block; skips the first row of a request
+    block_accept  device function with which `accept_kernel` finds the number of accepted tokens
 
-The kernel adds to the numbers that `clip_kernel` has found of a row. It reads the rows of
-target and draft once. Nothing of the logits' size is written.
+Buffers: masses [rows, blocks] float32; two columns of the `clipped` buffer of `clip_kernel`.
+Bytes moved: target and draft row once. Not materialised: anything of the logits' size.
 """
 
 import functools
@@ -24,7 +24,13 @@ from vllm_mars.kernels.row_stats.fused import (
     draft_strides,
     temperature_divisor,
 )
-from vllm_mars.kernels.served_dist.fused import load_clipped, log_probabilities, log_ratio
+from vllm_mars.kernels.served_dist.fused import (
+    ClipBounds,
+    load_clip_bounds,
+    load_row_inputs,
+    log_probabilities,
+    log_ratio,
+)
 
 # Logits that a program reads.
 _BLOCK = 8192
@@ -32,9 +38,9 @@ _UNALIGNED = ["input_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_p
 
 
 @triton.jit
-def _residuals(log_p, ratio, own, log_joint_ratio):
-    """max(p_i m - q, 0) of tokens, by log2 p_i."""
-    log_m = log_p + log_ratio(ratio, own)
+def _residuals(log_p, ratio, bounds, log_joint_ratio):
+    """max(p_i m - q, 0) of tokens, from log2 p_i."""
+    log_m = log_p + log_ratio(ratio, bounds)
     return tl.maximum(libdevice.exp2(log_joint_ratio + log_m) - libdevice.exp2(log_p + ratio), 0.0)
 
 
@@ -42,17 +48,26 @@ def _residuals(log_p, ratio, own, log_joint_ratio):
 def mass_kernel(
     # [num_rows, blocks]
     masses_ptr,
-    # As in `clip_kernel`
+    # [num_rows, NUM_CLIP_STATS]
     clipped_ptr,
+    # [num_rows, vocab]
     logits_ptr,
     logits_stride,
+    # [num_slots, RECORD_SIZE]
     records_ptr,
+    # [num_rows]; the draft token of a row is the next entry
     input_ids_ptr,
+    # `Protected` or None
     protected,
+    # `Constraints` or None
     constraints,
+    # `SamplingTensors`
     sampling,
+    # [num_rows], slot of each row
     expanded_idx_mapping_ptr,
+    # [num_rows], position of each row in its request
     expanded_local_pos_ptr,
+    # Strides of `sampling.draft_logits`, [num_slots, steps, vocab]
     draft_stride,
     draft_step_stride,
     num_rows,
@@ -64,7 +79,7 @@ def mass_kernel(
     block = tl.program_id(1)
     local_pos = tl.load(expanded_local_pos_ptr + row)
     next_local_pos = tl.load(expanded_local_pos_ptr + row + 1, mask=row + 1 < num_rows, other=0)
-    # Not of a first row, nor of the bonus row.
+    # Skips the first row and the bonus row of a request.
     if (local_pos == 0) | (next_local_pos == 0):
         return
     slot = tl.load(expanded_idx_mapping_ptr + row).to(tl.int64)
@@ -78,61 +93,85 @@ def mass_kernel(
     strict_log_joint_ratio = tl.zeros([], tl.float32)
     for previous_row in range(row - local_pos, row):
         previous_ptr = clipped_ptr + C.NUM_CLIP_STATS * previous_row
-        of_draft = tl.load(previous_ptr + C.CLIP_STAT.LOG_ACCEPT_RATIO)
-        log_joint_ratio = tl.minimum(log_joint_ratio + of_draft, 0.0)
+        log_accept_ratio = tl.load(previous_ptr + C.CLIP_STAT.LOG_ACCEPT_RATIO)
+        log_m_ratio = tl.load(previous_ptr + C.CLIP_STAT.LOG_RATIO)
+        # p_i = min(p_(i-1) m / q, 1), and the same with p instead of m.
+        log_joint_ratio = tl.minimum(log_joint_ratio + log_accept_ratio, 0.0)
         strict_log_joint_ratio = tl.minimum(
-            strict_log_joint_ratio + of_draft - tl.load(previous_ptr + C.CLIP_STAT.LOG_RATIO), 0.0
+            strict_log_joint_ratio + log_accept_ratio - log_m_ratio, 0.0
         )
     clipped_ptr += C.NUM_CLIP_STATS * row
     divisor = temperature_divisor(sampling, slot, APPLY_TEMPERATURE)
-    own_lse, own = load_clipped(clipped_ptr, draft_temperature, divisor, APPLY_TEMPERATURE)
     target_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     draft_ptr = sampling.draft_logits + slot * draft_stride
     draft_ptr += local_pos.to(tl.int64) * draft_step_stride
+    row_inputs = load_row_inputs(clipped_ptr, target_ptr, draft_ptr, draft_temperature, divisor)
+    bounds = load_clip_bounds(clipped_ptr)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    log_p, ratio = log_probabilities(target_ptr, draft_ptr, own_lse, token, token < vocab)
-    mass = tl.sum(_residuals(log_p, ratio, own, log_joint_ratio * C.LOG2_E), axis=0)
+    log_p, ratio = log_probabilities(row_inputs, token, token < vocab, APPLY_TEMPERATURE)
+    mass = tl.sum(_residuals(log_p, ratio, bounds, log_joint_ratio * C.LOG2_E), axis=0)
     if block == 0:
         tl.store(clipped_ptr + C.CLIP_STAT.LOG_JOINT_RATIO, log_joint_ratio)
         tl.store(clipped_ptr + C.CLIP_STAT.STRICT_LOG_JOINT_RATIO, strict_log_joint_ratio)
         if tl.load(clipped_ptr + C.CLIP_STAT.PRICE) > 0:
+            # m = p on preserved tokens.
+            unclipped = ClipBounds(lowest=0.0, highest=0.0, log_total=0.0)
             record_ptr = records_ptr + slot * C.RECORD_SIZE
             for first in range(0, num_preserved(protected, constraints, row), C.PRESERVED_CHUNK):
                 preserved = preserved_tokens(first, record_ptr, protected, constraints, row, vocab)
-                of_preserved = log_probabilities(
-                    target_ptr, draft_ptr, own_lse, preserved, preserved >= 0
+                preserved_log_p, preserved_ratio = log_probabilities(
+                    row_inputs, preserved, preserved >= 0, APPLY_TEMPERATURE
                 )
-                as_p = _residuals(*of_preserved, (0.0, 0.0, 0.0), log_joint_ratio * C.LOG2_E)
-                as_m = _residuals(*of_preserved, own, log_joint_ratio * C.LOG2_E)
+                as_p = _residuals(
+                    preserved_log_p, preserved_ratio, unclipped, log_joint_ratio * C.LOG2_E
+                )
+                as_m = _residuals(
+                    preserved_log_p, preserved_ratio, bounds, log_joint_ratio * C.LOG2_E
+                )
                 mass += tl.sum(as_p - as_m, axis=0)
     tl.store(masses_ptr + row * tl.num_programs(1) + block, mass)
 
 
 @triton.jit
-def block_accept(clipped_ptr, masses_ptr, num_blocks, row, offset, length, u, BLOCKS: tl.constexpr):
-    """How many tokens of a draft stay; what the rule adds to the chance that each does."""
-    is_there = offset < length
-    of_row = clipped_ptr + C.NUM_CLIP_STATS * row
-    of_q = tl.load(of_row + C.CLIP_STAT.LOG_ACCEPT_RATIO, mask=is_there, other=-C.INF)
-    of_p = tl.load(of_row + C.CLIP_STAT.LOG_RATIO, mask=is_there, other=0.0)
-    has_previous = is_there & (offset > 0)
-    before = tl.load(of_row + C.CLIP_STAT.LOG_JOINT_RATIO, mask=has_previous, other=0.0)
-    joint_ratio = tl.exp(tl.minimum(before + of_q, 0.0))
-    before = tl.load(of_row + C.CLIP_STAT.STRICT_LOG_JOINT_RATIO, mask=has_previous, other=0.0)
-    strict_joint_ratio = tl.exp(tl.minimum(before + of_q - of_p, 0.0))
-    goes_on = offset + 1 < length
+def block_accept(
+    # [num_rows, NUM_CLIP_STATS]
+    clipped_ptr,
+    # [num_rows, num_blocks]
+    masses_ptr,
+    num_blocks,
+    row,
+    offset,
+    length,
+    u,
+    BLOCKS: tl.constexpr,
+):
+    """Number of accepted draft tokens, and the rule's gain in each acceptance probability."""
+    is_draft = offset < length
+    stats_ptr = clipped_ptr + C.NUM_CLIP_STATS * row
+    log_accept_ratio = tl.load(
+        stats_ptr + C.CLIP_STAT.LOG_ACCEPT_RATIO, mask=is_draft, other=-C.INF
+    )
+    log_m_ratio = tl.load(stats_ptr + C.CLIP_STAT.LOG_RATIO, mask=is_draft, other=0.0)
+    has_previous = is_draft & (offset > 0)
+    # p_i = min(p_(i-1) m / q, 1), and the same with p instead of m.
+    previous = tl.load(stats_ptr + C.CLIP_STAT.LOG_JOINT_RATIO, mask=has_previous, other=0.0)
+    joint_ratio = tl.exp(tl.minimum(previous + log_accept_ratio, 0.0))
+    previous = tl.load(stats_ptr + C.CLIP_STAT.STRICT_LOG_JOINT_RATIO, mask=has_previous, other=0.0)
+    strict_joint_ratio = tl.exp(tl.minimum(previous + log_accept_ratio - log_m_ratio, 0.0))
+    has_next = offset + 1 < length
     blocks = tl.arange(0, BLOCKS)[None, :]
     parts = tl.load(
         masses_ptr + (row[:, None] + 1) * num_blocks + blocks,
-        mask=goes_on[:, None] & (blocks < num_blocks),
+        mask=has_next[:, None] & (blocks < num_blocks),
         other=0.0,
     )
     residual = tl.maximum(tl.sum(parts, axis=1), 0.0)
-    whole = residual + (1.0 - joint_ratio)
-    accept_threshold = tl.where(whole > 0.0, residual / tl.where(whole > 0.0, whole, 1.0), 1.0)
-    accept_threshold = tl.where(goes_on, accept_threshold, joint_ratio)
-    accepted = tl.max(tl.where(is_there & (u <= accept_threshold), offset + 1, 0), axis=0)
-    return accepted, tl.where(is_there, joint_ratio - strict_joint_ratio, 0.0)
+    # h_i = S_i / (S_i + 1 - p_i), but h_n = p_n (arXiv 2403.10444)
+    total = residual + (1.0 - joint_ratio)
+    accept_threshold = tl.where(total > 0.0, residual / tl.where(total > 0.0, total, 1.0), 1.0)
+    accept_threshold = tl.where(has_next, accept_threshold, joint_ratio)
+    accepted = tl.max(tl.where(is_draft & (u <= accept_threshold), offset + 1, 0), axis=0)
+    return accepted, tl.where(is_draft, joint_ratio - strict_joint_ratio, 0.0)
 
 
 @functools.cache
@@ -150,21 +189,18 @@ def _cached_masses(num_rows: int, num_blocks: int, device: torch.device) -> torc
 def sum_residuals(
     reduced: Reduced, sampling_inputs: SamplingInputs, clipped: torch.Tensor
 ) -> torch.Tensor:
-    """Launches `mass_kernel`, where a draft can have a second token.
-
-    Args:
-        reduced: the step.
-        sampling_inputs: of the step, with `draft_logits`.
-        clipped: of its rows, see `clip_rows`; LOG_JOINT_RATIO and STRICT_LOG_JOINT_RATIO are
-            written.
+    """Launches `mass_kernel` if drafts can have more than one token.
 
     Returns:
-        `[num_rows, blocks]` float32, whose sum over a row is S_i, and maybe rows behind these; not
-        written of a request's first row. They are written over in the next step.
+        `[>= num_rows, blocks]` float32, overwritten in the next step; S_i is the sum over a row.
+        The first row of a request is not written.
     """
-    assert sampling_inputs.sampling.draft_logits is not None, "drafts are drawn"
-    max_draft_len, vocab = sampling_inputs.sampling.draft_logits.shape[1:]
-    step, num_rows = reduced.step, sampling_inputs.pos.shape[0]
+    sampling = sampling_inputs.sampling
+    assert sampling.draft_logits is not None, "probabilistic drafts have logits"
+    step = reduced.step
+    num_rows = sampling_inputs.pos.shape[0]
+    max_draft_len, vocab = sampling.draft_logits.shape[1:]
+    draft_stride, draft_step_stride = draft_strides(sampling_inputs)
     num_blocks, block = mass_settings(vocab)
     masses = _cached_masses(bucket_size(num_rows, 256), num_blocks, step.logits.device)
     if max_draft_len > 1:
@@ -179,10 +215,11 @@ def sum_residuals(
             step.input_ids,
             reduced.engine_params.protected,
             reduced.constraints,
-            sampling_inputs.sampling,
+            sampling,
             sampling_inputs.expanded_idx_mapping,
             sampling_inputs.expanded_local_pos,
-            *draft_strides(sampling_inputs),
+            draft_stride,
+            draft_step_stride,
             num_rows,
             vocab,
             block,

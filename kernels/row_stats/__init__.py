@@ -1,1 +1,1 @@
-"""What the rules need to know of each row of logits."""
+"""Statistics of each row of logits that the rules need."""

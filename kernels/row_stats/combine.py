@@ -1,4 +1,4 @@
-"""What is read of rows behind `rows_kernel`: device functions that join its partial results."""
+"""Device functions that combine the partial results of `rows_kernel`."""
 
 from typing import NamedTuple
 
@@ -13,16 +13,15 @@ from vllm_mars.kernels.row_stats.fused import unpack_id, unpack_value
 
 
 class Rows(NamedTuple):
-    """As `row_stats.naive.Rows`: vectors on the device, with the largest logits and the draft
-    token's.
-
-    `second` is the second largest, or `first` where the rule does not need it.
-    """
+    """Row statistics as vectors on the device: see `row_stats.naive.Rows`."""
 
     draft: tl.tensor
     argmax: tl.tensor
+    # z1
     first: tl.tensor
+    # z2, or z1 if the rule does not need it
     second: tl.tensor
+    # z[x]
     logit: tl.tensor
     loss: tl.tensor
     is_end: tl.tensor
@@ -33,23 +32,21 @@ class Rows(NamedTuple):
 
 
 class DraftLogprobs(NamedTuple):
-    """What is read of the rows of a request that samples, whose draft is not drawn.
+    """Log-probabilities of a fixed draft in a sampled request."""
 
-    Attributes:
-        is_number: whether log p of the draft token is a number above -inf.
-        log_p: that, at most 0; 0 where it is none.
-        lse, entropy: of the row.
-    """
-
+    # Whether log p of the draft token is above -inf, and not NaN
     is_number: tl.tensor
+    # log p of the draft token, at most 0; 0 if not a number
     log_p: tl.tensor
+    # Log-sum-exp of the row
     lse: tl.tensor
+    # H(p) in nats
     entropy: tl.tensor
 
 
 @triton.jit
 def reduce_splits(partials, row, mask, num_splits, SPLITS: tl.constexpr, WITH_SECOND: tl.constexpr):
-    """z1's packed pair, and z2, or z1 where that was not read, of each given row."""
+    """Packed z1 of each row, and z2, or z1 if the rule does not need z2."""
     splits = tl.arange(0, SPLITS)
     index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
     valid = mask[:, None] & (splits < num_splits)[None, :]
@@ -66,7 +63,7 @@ def reduce_splits(partials, row, mask, num_splits, SPLITS: tl.constexpr, WITH_SE
 
 @triton.jit
 def log_sum_exp(partials, row, mask, first, num_splits, SPLITS: tl.constexpr):
-    """The log-sum-exp and the entropy of each given row, of which `first` is the largest logit."""
+    """Log-sum-exp and entropy of each row; `first` is its largest logit."""
     splits = tl.arange(0, SPLITS)
     index = row.to(tl.int64)[:, None] * num_splits + splits[None, :]
     valid = mask[:, None] & (splits < num_splits)[None, :]
@@ -82,18 +79,18 @@ def log_sum_exp(partials, row, mask, first, num_splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def draft_log_sum_exp(partials, row, num_splits, SPLITS: tl.constexpr):
-    """Of a row's draft, at the temperature that it was drawn at, base 2; NaN as there is one."""
+    """Log-sum-exp of a draft row at its temperature, base 2; NaN if the row has one."""
     splits = tl.arange(0, SPLITS)
     part_ptr = partials.draft + 2 * (row.to(tl.int64) * num_splits + splits)
     largest = tl.load(part_ptr, mask=splits < num_splits, other=C.LEAST)
     total = tl.load(part_ptr + 1, mask=splits < num_splits, other=0.0)
-    of_all = tl.max(largest, axis=0)
-    return of_all + tl.log2(tl.sum(total * libdevice.exp2(largest - of_all), axis=0))
+    row_max = tl.max(largest, axis=0)
+    return row_max + tl.log2(tl.sum(total * libdevice.exp2(largest - row_max), axis=0))
 
 
 @triton.jit
 def preserved_sums(partials, row, is_number, lse):
-    """The sums of p and of -p log p over the kept tokens of each row; 0 where it is no number."""
+    """Sums of p and of -p log p over the preserved tokens of each row; 0 if not `is_number`."""
     preserved_ptr = partials.preserved + 3 * row
     log_p = tl.load(preserved_ptr, mask=is_number, other=C.LEAST) - lse
     total = tl.load(preserved_ptr + 1, mask=is_number, other=0.0)
@@ -119,27 +116,27 @@ def read_rows(
     SPLITS: tl.constexpr,
     WITH_SECOND: tl.constexpr,
 ):
-    """What a rule reads of the rows."""
     packed, second = reduce_splits(partials, row, is_row, num_splits, SPLITS, WITH_SECOND)
     first = unpack_value(packed)
     argmax = unpack_id(packed)
-    # A row's draft token is the next one's input.
+    # The draft token of a row is the next entry.
     draft = tl.load(input_ids_ptr + row + 1, mask=is_draft, other=-1).to(tl.int64)
     in_vocab = is_draft & (draft >= 0) & (draft < vocab)
     draft = tl.where(in_vocab, draft, tl.where(draft == C.GRAMMAR_REJECTED, C.GRAMMAR_REJECTED, -1))
     logit = tl.load(partials.logit + row, mask=in_vocab, other=float("-inf"))
 
-    # Of infinities and a NaN no number comes out, which compares with nothing.
+    # Infinities and NaN give a NaN loss, which `ceil_units` turns into 0.
     loss = ceil_units(tl.where(draft >= 0, first - logit, 0.0))
 
     is_stop = is_end(draft, record_ptr) & in_vocab
-    keeps_draft = is_stop
+    is_draft_preserved = is_stop
     is_argmax_preserved = is_end(argmax, record_ptr) & in_vocab
     if protected is not None:
-        keeps_draft = keeps_draft | (tl.load(protected.mask + draft, mask=in_vocab, other=0) != 0)
-        of_first = tl.load(protected.mask + argmax, mask=in_vocab, other=0) != 0
-        is_argmax_preserved = is_argmax_preserved | of_first
-    repeats = draft < draft
+        is_protected = tl.load(protected.mask + draft, mask=in_vocab, other=0) != 0
+        is_draft_preserved = is_draft_preserved | is_protected
+        is_argmax_protected = tl.load(protected.mask + argmax, mask=in_vocab, other=0) != 0
+        is_argmax_preserved = is_argmax_preserved | is_argmax_protected
+    repeats = tl.full(draft.shape, False, tl.int1)
     blocked = tl.zeros_like(argmax)
     if constraints is not None:
         blocked = tl.load(constraints.blocked + row, mask=is_draft, other=0).to(tl.int32)
@@ -147,44 +144,58 @@ def read_rows(
         if is_greedy:
             is_checked = repeats & (draft != argmax)
             repeats = repeats & (_is_listed(argmax, constraints, row, is_checked) == 0)
-    logits = first, second, logit, loss
-    return Rows(draft, argmax, *logits, is_stop, keeps_draft, is_argmax_preserved, repeats, blocked)
+    return Rows(
+        draft=draft,
+        argmax=argmax,
+        first=first,
+        second=second,
+        logit=logit,
+        loss=loss,
+        is_end=is_stop,
+        is_preserved=is_draft_preserved,
+        is_argmax_preserved=is_argmax_preserved,
+        repeats=repeats,
+        blocked=blocked,
+    )
 
 
 @triton.jit
 def _is_listed(token, constraints, row, is_checked):
-    """Whether the guard lists each row's token there, of rows that are looked at."""
+    """Whether the followers of each checked row include the token."""
     count = tl.load(constraints.num_followers + row, mask=is_checked, other=0)
     list_ptr = constraints.followers + row.to(tl.int64) * C.MAX_FOLLOWERS
-    found = token < token
+    is_listed = tl.full(token.shape, False, tl.int1)
     for first in range(0, tl.max(count, axis=0), C.LISTED):
-        number = first + tl.arange(0, C.LISTED)[None, :]
-        is_there = number < count[:, None]
-        follower = tl.load(list_ptr[:, None] + number, mask=is_there, other=-1)
+        index = first + tl.arange(0, C.LISTED)[None, :]
+        follower = tl.load(list_ptr[:, None] + index, mask=index < count[:, None], other=-1)
         is_same = (follower == token[:, None]).to(tl.int32)
-        found = found | (tl.max(is_same, axis=1) != 0)
-    return found
+        is_listed = is_listed | (tl.max(is_same, axis=1) != 0)
+    return is_listed
 
 
 @triton.jit
 def read_logprobs(rows, partials, row, is_draft, num_splits, SPLITS: tl.constexpr):
-    """What is read where a request samples, in addition, with a draft that is not drawn."""
     lse, entropy = log_sum_exp(partials, row, is_draft, rows.first, num_splits, SPLITS)
     log_p = rows.logit - lse
-    # A NaN is above nothing.
+    # False for NaN.
     is_number = (rows.draft >= 0) & (log_p > -C.INF)
-    return DraftLogprobs(is_number, tl.where(is_number, tl.minimum(log_p, 0.0), 0.0), lse, entropy)
+    return DraftLogprobs(
+        is_number=is_number,
+        log_p=tl.where(is_number, tl.minimum(log_p, 0.0), 0.0),
+        lse=lse,
+        entropy=entropy,
+    )
 
 
 @triton.jit
 def num_extendable(is_end, offset, length, tokens_left):
-    """How many positions of a given draft can be followed by a further token of the answer."""
+    """Number of leading draft positions after which another token may follow."""
     return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), tokens_left)
 
 
 @triton.jit
 def forbids(rows, checks_argmax):
-    """Why each position is strict, or 0."""
+    """Reason why each position is strict, or 0."""
     is_strict = rows.is_preserved | (rows.is_argmax_preserved & checks_argmax)
     reason = tl.where(is_strict, C.VERDICT.PROTECTED, tl.where(rows.repeats, C.VERDICT.REPEAT, 0))
     return tl.where(rows.blocked != 0, rows.blocked, reason)

@@ -1,29 +1,22 @@
-"""What the rule needs to know of each row, in one Triton kernel that reads each row once.
+"""Row statistics in one Triton kernel that reads each row once.
 
 Symbols: V vocabulary, R rows that are read, S splits of a row.
 
-    rows_kernel    grid (R, S)   streams V / S logits, keeps the two largest values of each lane and
-                                 the chunk of 16 bytes that the largest came from, reduces them,
-                                 looks up the id, and writes one partial result; a rule that does
-                                 not need it has no second largest
+    rows_kernel    grid (R, S)   streams V / S logits; each lane tracks its two largest values (one
+                                 if the rule needs no z2) and the 16-byte chunk of the largest;
+                                 reduces the lanes, looks up the id and writes a partial result
 
-`combine` has the device functions with which the next kernels join a row's partial results.
+`combine` has the device functions with which later kernels combine the splits of a row.
 
-Buffers: best [R, S] int64 (value and id of z1, packed); second [R, S] float32 (z2); logit [R]
-float32 (of the draft token); where a request samples also sums [R, S, 2] float32 (sums of
-exp(z - z1) and of (z - z1) exp(z - z1), of which the log-sum-exp and the entropy of a row are made)
-and preserved [R, 3] float32 (the largest logit of the kept tokens, and these sums relative to it),
-and where drafts are drawn draft [R, S, 2] float32 (largest scaled logit of the draft, and the sum
-of powers of 2 relative to it). So nothing behind this kernel but what reads drawn drafts and what
-draws looks at the logits. The bonus row of a request that samples is not read: only a draw looks
-at it.
+Buffers: see `Partials`. Only the kernels for probabilistic drafts and `resample_kernel` read logits
+again. Bonus rows of sampled requests are skipped: only the resampling reads them.
 
 Bytes moved: R * V * itemsize once, plus 20 * R * S twice. Not materialised: gathered rows, float32
 copies, softmax, masks of the logits' size.
 
-Packing: a float32 maps to an int32 of the same order, NaN to the largest. It stands above the
-complement of the id in an int64, so that one integer maximum finds the largest value and, of
-equals, the lowest id, and a NaN wins over everything, as in torch.argmax.
+Packing: a float32 maps to an int32 of the same order, NaN to the largest. This is the high half of
+an int64, the complement of the id the low half, so one integer maximum finds the largest value and
+the lowest id on ties; NaN wins over everything, as in torch.argmax.
 """
 
 import functools
@@ -40,10 +33,10 @@ from vllm_mars.kernels.interface import Constraints, EngineParams, SamplingInput
 from vllm_mars.kernels.launch import LaunchCache, launch_cache_for
 from vllm_mars.kernels.preserved import num_preserved, preserved_tokens
 
-# Indices start where vLLM's views of them start, so their alignment would only multiply the
-# compiled variants; nothing is gained from it.
+# vLLM passes views at any offset: specializing on their alignment would only multiply the compiled
+# variants.
 _UNALIGNED = ["input_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr"]
-# Small batches share variants: fewer than 8 positions cost no less.
+# Short drafts share variants: fewer than 8 positions cost no less.
 _MIN_POSITIONS = 8
 
 
@@ -58,23 +51,23 @@ def _pack(value, token_id):
 
 @triton.jit
 def unpack_value(packed):
-    """The float32 of a packed pair."""
+    """Value of a packed pair, float32."""
     ordered = (packed >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unpack_id(packed):
-    """The token id of a packed pair, as int32."""
+    """Token id of a packed pair, int32."""
     return 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
-    """Joins the two largest values of neighbouring groups, given as [CHUNKS, 2]."""
+    """Two largest values of neighbouring groups, from those of each group, [CHUNKS, 2]."""
     first_a, first_b = tl.split(first)
     second_a, second_b = tl.split(second)
-    # FMNMX.NAN: a NaN anywhere becomes the first; what then stands second is never looked at.
+    # FMNMX.NAN: a NaN becomes the first; the second is then never read.
     first = tl.maximum(first_a, first_b, propagate_nan=tl.PropagateNan.ALL)
     second = tl.maximum(tl.minimum(first_a, first_b), tl.maximum(second_a, second_b))
     return first, second
@@ -82,7 +75,7 @@ def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """The two largest values of each chunk, [CHUNKS] each, by a tree within one thread."""
+    """Two largest values of each chunk, [CHUNKS] each, by a tree within one thread."""
     a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
     first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     second = tl.minimum(a, b)
@@ -95,7 +88,7 @@ def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _max_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """The largest value of each chunk, [CHUNKS], by the same tree."""
+    """Largest value of each chunk, [CHUNKS], by the same tree."""
     a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
     first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     if CHUNK == 8:
@@ -107,7 +100,7 @@ def _max_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def divide_logits(logits, divisor, APPLY_TEMPERATURE: tl.constexpr):
-    """float32 of the target's logits, divided as vLLM does it."""
+    """Target logits as float32, divided by the temperature as in vLLM."""
     logits = logits.to(tl.float32)
     if APPLY_TEMPERATURE:
         logits = logits / divisor
@@ -116,7 +109,7 @@ def divide_logits(logits, divisor, APPLY_TEMPERATURE: tl.constexpr):
 
 @triton.jit
 def temperature_divisor(sampling, slot, APPLY_TEMPERATURE: tl.constexpr):
-    """What a request's logits are divided by: its temperature, or 1."""
+    """Temperature of a sampled request, else 1."""
     divisor = 1.0
     if APPLY_TEMPERATURE:
         temperature = tl.load(sampling.temperature + slot)
@@ -128,13 +121,13 @@ def temperature_divisor(sampling, slot, APPLY_TEMPERATURE: tl.constexpr):
 def _find(
     row_ptr, chunk, value, vocab, divisor, CHUNK: tl.constexpr, APPLY_TEMPERATURE: tl.constexpr
 ):
-    """The lowest id of a chunk whose logit is the value, or a NaN as it is."""
+    """Lowest id of a chunk whose logit equals the value; NaN equals NaN."""
     token_id = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
     logit = divide_logits(logit, divisor, APPLY_TEMPERATURE)
     value = value + tl.zeros([CHUNK], tl.float32)
-    found = (logit == value) | ((logit != logit) & (value != value))
-    return tl.min(tl.where(found, token_id, 0x7FFFFFFF), axis=0)
+    is_match = (logit == value) | ((logit != logit) & (value != value))
+    return tl.min(tl.where(is_match, token_id, 0x7FFFFFFF), axis=0)
 
 
 @triton.jit
@@ -149,7 +142,7 @@ def _sum_preserved(
     divisor,
     APPLY_TEMPERATURE: tl.constexpr,
 ):
-    """Writes the sums over the kept tokens of a row, relative to the largest of their logits."""
+    """Writes the sums over the preserved tokens of a row: see `Partials`."""
     largest = tl.full([], C.LEAST, tl.float32)
     total = tl.zeros([], tl.float32)
     moment = tl.zeros([], tl.float32)
@@ -172,8 +165,8 @@ def _sum_preserved(
 
 @triton.jit
 def _draft_sums(row_ptr, start, num_blocks, scale, vocab, BLOCK: tl.constexpr):
-    """Of a part of a draft's row the largest of its scaled logits, and the sum of powers of 2."""
-    # A finite start, so that a lane that meets nothing above -inf subtracts no infinities.
+    """Largest scaled logit of a part of a draft row, and the sum of powers of 2 relative to it."""
+    # Finite, so that a lane without a logit above -inf does not subtract infinities.
     largest = tl.full([BLOCK], C.LEAST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     token = start + tl.arange(0, BLOCK)
@@ -184,8 +177,8 @@ def _draft_sums(row_ptr, start, num_blocks, scale, vocab, BLOCK: tl.constexpr):
         total = total * libdevice.exp2(largest - larger) + libdevice.exp2(value - larger)
         largest = larger
         token += BLOCK
-    of_all = tl.max(largest, axis=0)
-    return of_all, tl.sum(total * libdevice.exp2(largest - of_all), axis=0)
+    row_max = tl.max(largest, axis=0)
+    return row_max, tl.sum(total * libdevice.exp2(largest - row_max), axis=0)
 
 
 @triton.jit(
@@ -198,16 +191,22 @@ def rows_kernel(
     # [num_rows, vocab]
     logits_ptr,
     logits_stride,
-    # [num_rows]: a row's draft token is the next entry
+    # [num_rows]; the draft token of a row is the next entry
     input_ids_ptr,
-    # Where requests sample: [S, RECORD_SIZE], `Protected` or None, `Constraints` or None, slot and
-    # place within its request of each row, [num_rows] each, and `SamplingTensors`
+    # From here to `sampling`: None if all requests are greedy
+    # [num_slots, RECORD_SIZE]
     records_ptr,
+    # `Protected` or None
     protected,
+    # `Constraints` or None
     constraints,
+    # [num_rows], slot of each row
     expanded_idx_mapping_ptr,
+    # [num_rows], position of each row in its request
     expanded_local_pos_ptr,
+    # `SamplingTensors`
     sampling,
+    # Strides of `sampling.draft_logits`, [num_slots, steps, vocab]
     draft_stride,
     draft_step_stride,
     num_rows,
@@ -224,10 +223,10 @@ def rows_kernel(
     split = tl.program_id(1)
     slot = tl.zeros([], tl.int64)
     divisor = 1.0
-    # Triton 3.6 compares no tuple that holds None, as `sampling` does where drafts are not drawn.
+    # Triton 3.6 cannot compare `sampling` to None if one of its fields is None.
     if expanded_idx_mapping_ptr is not None:
-        # A request's bonus row is its last. Of one that samples only a draw looks at it. The
-        # temperatures can lie in the host's memory, so that others read them only to divide.
+        # The bonus row is the last row of a request; only the resampling reads it if the request is
+        # sampled. Temperatures can be in host memory, so other rows read them only to divide.
         next_local_pos = tl.load(expanded_local_pos_ptr + row + 1, mask=row + 1 < num_rows, other=0)
         slot = tl.load(expanded_idx_mapping_ptr + row).to(tl.int64)
         if next_local_pos == 0:
@@ -238,26 +237,25 @@ def rows_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
 
     CHUNKS: tl.constexpr = BLOCK // CHUNK
-    # Ids are followed for chunks, not for logits: that is two thirds of the loop's instructions.
+    # Tracking the ids of chunks instead of logits takes two thirds of the instructions.
     chunk = split * blocks_per_split * CHUNKS + tl.arange(0, CHUNKS)
-    # Of a lane that meets nothing above -inf the first chunk counts as the best.
+    # A lane without a logit above -inf reports its first chunk.
     best = tl.full([CHUNKS], float("-inf"), tl.float32)
     best_chunk = chunk
     second = tl.full([CHUNKS], float("-inf"), tl.float32)
-    # Of each lane relative to its largest logit, or to this where it has met none above -inf.
+    # Relative to the largest logit of the lane, or to LEAST if none is above -inf.
     sums = tl.zeros([CHUNKS], tl.float32)
     moments = tl.zeros([CHUNKS], tl.float32)
     base = tl.full([CHUNKS], C.LEAST, tl.float32)
     for _ in range(0, blocks_per_split):
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        # -inf is neutral to a maximum.
         value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
         value = divide_logits(value, divisor, APPLY_TEMPERATURE)
         if WITH_SECOND:
             first, runner_up = _top2_of_chunks(value, CHUNKS, CHUNK)
         else:
             first = _max_of_chunks(value, CHUNKS, CHUNK)
-        # Strictly larger: of equal logits the lowest id stays. The first NaN wins for good.
+        # Strictly larger, so the lowest id wins ties. The first NaN wins for good.
         better = (first > best) | ((first != first) & (best == best))
         if WITH_SECOND:
             second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
@@ -280,12 +278,12 @@ def rows_kernel(
     winner = tl.max(packed, axis=0)
     loses = packed != winner
     first = unpack_value(winner)
-    # The winning chunk once more, from the cache, for the id within it.
+    # Reads the winning chunk again, from the cache, to find the id.
     first_id = _find(row_ptr, unpack_id(winner), first, vocab, divisor, CHUNK, APPLY_TEMPERATURE)
     out = row.to(tl.int64) * tl.num_programs(1) + split
     tl.store(partials.best + out, _pack(first, first_id))
     if WITH_SECOND:
-        # z2 is the largest of what the winning lane holds second and the other lanes hold first.
+        # z2 is the second of the winning lane or the first of another lane.
         tl.store(partials.second + out, tl.max(tl.where(loses, best, second), axis=0))
     if WITH_SUM:
         shift = base - tl.maximum(first, C.LEAST)
@@ -300,9 +298,14 @@ def rows_kernel(
                 draft_ptr = (
                     sampling.draft_logits + slot * draft_stride + local_pos * draft_step_stride
                 )
-                start = split * blocks_per_split * BLOCK
-                ends = start, blocks_per_split, C.LOG2_E / draft_temperature, vocab
-                largest, total = _draft_sums(draft_ptr, *ends, BLOCK)
+                largest, total = _draft_sums(
+                    row_ptr=draft_ptr,
+                    start=split * blocks_per_split * BLOCK,
+                    num_blocks=blocks_per_split,
+                    scale=C.LOG2_E / draft_temperature,
+                    vocab=vocab,
+                    BLOCK=BLOCK,
+                )
                 tl.store(partials.draft + 2 * out, largest)
                 tl.store(partials.draft + 2 * out + 1, total)
     if split == 0:
@@ -311,51 +314,60 @@ def rows_kernel(
         logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
         tl.store(partials.logit + row, divide_logits(logit, divisor, APPLY_TEMPERATURE))
         if expanded_idx_mapping_ptr is not None:
-            record_ptr = records_ptr + slot * C.RECORD_SIZE
-            own = record_ptr, protected, constraints, row, vocab
-            _sum_preserved(partials.preserved + 3 * row, row_ptr, *own, divisor, APPLY_TEMPERATURE)
+            _sum_preserved(
+                out_ptr=partials.preserved + 3 * row,
+                row_ptr=row_ptr,
+                record_ptr=records_ptr + slot * C.RECORD_SIZE,
+                protected=protected,
+                constraints=constraints,
+                row=row,
+                vocab=vocab,
+                divisor=divisor,
+                APPLY_TEMPERATURE=APPLY_TEMPERATURE,
+            )
 
 
 class Partials(NamedTuple):
-    """The partial results of rows. What was not asked for is not written.
+    """Partial results of rows; sums are relative to the largest logit that they include."""
 
-    Attributes:
-        best, second: `[num_rows, num_splits]`; sums, draft: `[num_rows, num_splits, 2]`; logit:
-            `[num_rows]`; kept: `[num_rows, 3]`; see above.
-    """
-
+    # int64 [num_rows, num_splits], z1 and its id, packed
     best: torch.Tensor
+    # float32 [num_rows, num_splits], z2; written if the rule needs it
     second: torch.Tensor
+    # float32 [num_rows, num_splits, 2], sums of exp(z - z1) and of (z - z1) exp(z - z1), which give
+    # log-sum-exp and entropy; written if requests sample or the rule needs them
     sums: torch.Tensor
+    # float32 [num_rows], of the draft token
     logit: torch.Tensor
+    # float32 [num_rows, 3], z1 and sums of the preserved tokens; written if requests sample
     preserved: torch.Tensor
+    # float32 [num_rows, num_splits, 2], largest scaled logit of a probabilistic draft, and the sum
+    # of powers of 2
     draft: torch.Tensor
 
 
-# What one kernel hands to the next is kept by device and size, so that nothing is allocated once a
-# batch size is warm. Calls on one device must follow each other on one stream, as a sampler's steps
-# do.
+# Scratch buffers are cached by device and size, so a warm batch size allocates nothing. All calls
+# on a device must use one stream, as a sampler's steps do.
 @functools.cache
 def _cached_partials(size: int, device: torch.device) -> Partials:
-    best = torch.empty(size, dtype=torch.int64, device=device)
-    sizes = size, 2 * size, size, 3 * size, 2 * size
-    return Partials(best, *(torch.empty(each, device=device) for each in sizes))
+    return Partials(
+        best=torch.empty(size, dtype=torch.int64, device=device),
+        second=torch.empty(size, device=device),
+        sums=torch.empty(2 * size, device=device),
+        logit=torch.empty(size, device=device),
+        preserved=torch.empty(3 * size, device=device),
+        draft=torch.empty(2 * size, device=device),
+    )
 
 
 def bucket_size(number: int, least: int) -> int:
-    """The power of 2 that holds so many, so that few sizes are kept.
-
-    It is plain arithmetic: Triton's own takes a microsecond on the host.
-    """
+    """Rounds up to a power of 2, so that few sizes are cached."""
     return 1 << (max(number, least) - 1).bit_length()
 
 
 @functools.cache
 def num_lanes(vocab: int) -> int:
-    """SPLITS for `reduce_splits`: a power of 2 that holds the splits of a row in any batch.
-
-    It depends on the vocabulary alone, so that batches of all sizes share one variant.
-    """
+    """SPLITS of `reduce_splits`, from the vocabulary only: all batch sizes share a variant."""
     return int(triton.next_power_of_2(triton.cdiv(vocab, block_size(vocab))))
 
 
@@ -367,13 +379,11 @@ def block_size(vocab: int) -> int:
 
 @functools.cache
 def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int, int]:
-    """Settings of `rows_kernel`: (splits, blocks of a split, block size, warps).
-
-    A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
-    16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip; many
-    rows take fewer splits, down to about 2,048 programs, so that partial results stay few while a
-    last wave that is not full costs little. On an H200 none of nine other settings was faster.
-    """
+    """Settings of `rows_kernel`: (splits, blocks of a split, block size, warps)."""
+    # A block of 4,096 elements and 8 warps gives each thread 16 of them: two 16-byte loads of a
+    # 16-bit dtype, four of float32. Few rows are split into single blocks, to fill the chip. Many
+    # rows take fewer splits, down to about 2,048 programs: partial results stay few, and a partly
+    # filled last wave costs little. None of nine other settings was faster on an H200.
     block = block_size(vocab)
     blocks = triton.cdiv(vocab, block)
     splits = max(1, min(blocks, 2048 // max(1, num_rows)))
@@ -383,26 +393,21 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int, int]:
 
 
 class Reduced(NamedTuple):
-    """A step whose rows have been read: what the kernels behind `rows_kernel` are given.
-
-    Attributes:
-        step, engine_params, constraints, sampling_inputs: see `kernels.fused.verify`.
-        launch_cache: by which the step's kernels are launched.
-        partials: the partial results of its rows.
-        num_splits: of each row.
-    """
+    """A step with its row statistics, as later kernels take it."""
 
     step: VerifyInputs
     engine_params: EngineParams
     constraints: Constraints | None
     sampling_inputs: SamplingInputs | None
+    # Launches all kernels of the step
     launch_cache: LaunchCache
     partials: Partials
+    # Splits of each row
     num_splits: int
 
     @property
     def num_positions(self) -> int:
-        """POSITIONS of the kernels that look at a request's rows."""
+        """POSITIONS of the kernels that read all rows of a request."""
         return bucket_size(self.step.num_speculative_tokens + 1, _MIN_POSITIONS)
 
 
@@ -412,22 +417,16 @@ def reduce_rows(
     constraints: Constraints | None = None,
     sampling_inputs: SamplingInputs | None = None,
 ) -> Reduced:
-    """Launches `rows_kernel`.
-
-    Args:
-        step: what is read of it are the logits and the draft tokens, and where requests sample the
-            tokens that end them.
-        engine_params: of the engine.
-        constraints: what the text before each row asks, or None.
-        sampling_inputs: of the step, where requests sample; then the sums are found, too.
-    """
-    logits, rule = step.logits, engine_params.rule
+    """Launches `rows_kernel`; arguments as in `kernels.fused.verify`."""
+    logits = step.logits
+    rule = engine_params.rule
     num_rows, vocab = logits.shape
     num_splits, blocks_per_split, block, warps = launch_settings(vocab, num_rows)
     partials = _cached_partials(bucket_size(num_rows * num_splits, 4096), logits.device)
-    own = _launch_cache_of(step, engine_params, constraints, sampling_inputs)
+    launch_cache = _launch_cache_of(step, engine_params, constraints, sampling_inputs)
+    draft_stride, draft_step_stride = draft_strides(sampling_inputs)
     if num_rows:
-        own.launch(
+        launch_cache.launch(
             rows_kernel,
             (num_rows, num_splits, 1),
             partials,
@@ -440,7 +439,8 @@ def reduce_rows(
             None if sampling_inputs is None else sampling_inputs.expanded_idx_mapping,
             None if sampling_inputs is None else sampling_inputs.expanded_local_pos,
             None if sampling_inputs is None else sampling_inputs.sampling,
-            *draft_strides(sampling_inputs),
+            draft_stride,
+            draft_step_stride,
             num_rows,
             vocab,
             blocks_per_split,
@@ -450,10 +450,18 @@ def reduce_rows(
             rule.needs.sums or sampling_inputs is not None,
             sampling_inputs is not None and sampling_inputs.apply_temperature,
             num_warps=warps,
-            # Sums alone are rounded once where a multiplication and an addition are.
+            # Only the sums contain a multiplication followed by an addition.
             enable_fp_fusion=True,
         )
-    return Reduced(step, engine_params, constraints, sampling_inputs, own, partials, num_splits)
+    return Reduced(
+        step=step,
+        engine_params=engine_params,
+        constraints=constraints,
+        sampling_inputs=sampling_inputs,
+        launch_cache=launch_cache,
+        partials=partials,
+        num_splits=num_splits,
+    )
 
 
 def _launch_cache_of(
@@ -463,32 +471,38 @@ def _launch_cache_of(
     sampling_inputs: SamplingInputs | None,
 ) -> LaunchCache:
     logits = step.logits
-    given: tuple[Hashable, ...] = ()
+    sampling_key: Hashable = None
+    draft_key: Hashable = None
     if sampling_inputs is not None:
-        drafts = sampling_inputs.sampling.draft_logits
-        given = (
+        sampling_key = (
             sampling_inputs.pos.dtype,
             sampling_inputs.expanded_idx_mapping.dtype,
             sampling_inputs.expanded_local_pos.dtype,
         )
-        if drafts is not None:
-            given = *given, drafts.dtype, drafts.data_ptr() % 16 == 0
-            given = *given, sampling_inputs.sampling.next_seeds is None
+        draft_logits = sampling_inputs.sampling.draft_logits
+        if draft_logits is not None:
+            draft_key = (
+                draft_logits.dtype,
+                draft_logits.data_ptr() % 16 == 0,
+                sampling_inputs.sampling.next_seeds is None,
+            )
     return launch_cache_for(
-        *(engine_params.rule.name, logits.device, logits.dtype, logits.data_ptr() % 16 == 0),
-        *(
-            step.input_ids.dtype,
-            step.slots.dtype,
-            engine_params.protected is None,
-            constraints is None,
-        ),
-        *given,
+        engine_params.rule.name,
+        logits.device,
+        logits.dtype,
+        logits.data_ptr() % 16 == 0,
+        step.input_ids.dtype,
+        step.slots.dtype,
+        engine_params.protected is None,
+        constraints is None,
+        sampling_key,
+        draft_key,
     )
 
 
 def draft_strides(sampling_inputs: SamplingInputs | None) -> tuple[int, int]:
-    """From slot to slot, and from place to place, of the draft's logits; 0 without any."""
+    """Strides of the draft logits by slot and by position; 0 without any."""
     if sampling_inputs is None or sampling_inputs.sampling.draft_logits is None:
         return 0, 0
-    first, second, _ = sampling_inputs.sampling.draft_logits.stride()
-    return first, second
+    slot_stride, step_stride, _ = sampling_inputs.sampling.draft_logits.stride()
+    return slot_stride, step_stride

@@ -1,8 +1,8 @@
-"""What the rule needs to know of each row, by NumPy: the form of `rows_kernel` for a CPU.
+"""Row statistics for the rules in NumPy: the CPU version of `rows_kernel`.
 
-NumPy's vectorised argmax takes a third of the time of torch's, and its small operations a quarter,
-which counts for a single request. A step reads the rows of greedy requests once, for the argmax; a
-rule may look at some of them again. float32 logits are read in place; others are converted first.
+NumPy's vectorised argmax takes a third of the time of torch's and its small operations a quarter,
+which matters for a single request. A step reads the rows of greedy requests once, for the argmax; a
+rule may read some of them again. float32 logits are read in place; others are converted first.
 """
 
 import math
@@ -23,47 +23,36 @@ from vllm_mars.kernels.interface import (
 
 
 class Rows(NamedTuple):
-    """What the rule reads of the logits at each draft position of a step; each a list.
+    """Row statistics at each position of a step, as lists; x is the draft token."""
 
-    Attributes:
-        draft: the draft token, -1 for padding, GRAMMAR_REJECTED for one that was drawn and struck
-            out.
-        argmax: the target's first choice, of equal logits the lowest id; of a row that holds a NaN
-            the first NaN.
-        loss: z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MAX_LOSS; 0 at padding
-            and where that is no number.
-        is_finite: whether z[x] is above -inf and z1 a finite number.
-        is_end: whether x ends the request.
-        is_preserved: whether x ends the request or is protected.
-        is_argmax_preserved: whether the first choice does or is.
-        repeats: whether x followed the last token; of a greedy request, with no token listed there
-            as its first choice.
-        blocked: the reason for which the position must stay strict, or NONE.
-        logits: of each row that is read float32 `[vocab]`, divided by the temperature.
-        log_p: log p(x), -inf for padding; NaN where it is no number. This and what follows is read
-            of requests that sample, with drafts that are not drawn.
-        rest: R.
-        entropy: H(p) in nats; read where log_p is a number above -inf.
-        rest_entropy: of the tokens outside S.
-    """
-
+    # x; -1 for padding, GRAMMAR_REJECTED for a sampled token that a grammar forbids
     draft: Sequence[int]
+    # Target argmax, lowest id on ties, or the first NaN of the row
     argmax: Sequence[int]
+    # z1 - z[x] in units of 2**-LOSS_BITS nats, rounded up, at most MAX_LOSS; 0 if NaN or padding
     loss: Sequence[int]
+    # Whether z[x] is above -inf and z1 is finite
     is_finite: Sequence[bool]
     is_end: Sequence[bool]
+    # Whether x, or the argmax, ends the request or is protected
     is_preserved: Sequence[bool]
     is_argmax_preserved: Sequence[bool]
+    # Whether x completes a repeated n-gram; if greedy, only if the argmax completes none as long
     repeats: Sequence[bool]
+    # `Verdict` for which the position must be strict, or NONE
     blocked: Sequence[int]
+    # float32 [vocab] of each row that is read, divided by the temperature
     logits: Mapping[int, np.ndarray]
+    # Only for fixed drafts of sampled requests: log p(x), -inf for padding, may be NaN
     log_p: Sequence[float] = ()
+    # R = 1 - p(S)
     rest: Sequence[float] = ()
+    # H(p) in nats, valid if log p(x) is above -inf, and its part outside S
     entropy: Sequence[float] = ()
     rest_entropy: Sequence[float] = ()
 
     def forbids(self, i: int, *, checks_argmax: bool) -> Verdict:
-        """Why a position is strict, or NONE."""
+        """Reason why a position is strict, or NONE."""
         if self.blocked[i]:
             return Verdict(self.blocked[i])
         if self.is_preserved[i] or (checks_argmax and self.is_argmax_preserved[i]):
@@ -72,7 +61,7 @@ class Rows(NamedTuple):
 
 
 def num_extendable(rows: Rows, begin: int, end: int, budget: LossBudget) -> int:
-    """How many positions of a given draft can be followed by a further token of the answer."""
+    """Number of leading draft positions after which another token may follow."""
     limit = min(end - begin, budget.tokens_left)
     return next((offset for offset in range(limit) if rows.is_end[begin + offset]), limit)
 
@@ -85,18 +74,16 @@ def read_rows(
     *,
     with_bonus: bool = False,
 ) -> Rows:
-    """What the rule reads, of all rows of a step; a bonus row has no draft token.
-
-    Of requests that sample the logits are looked at by rules that accept outright alone.
+    """Row statistics of all rows of a step; bonus rows have no draft token.
 
     Args:
-        step: with float32 logits.
-        engine_params: of the engine.
-        constraints: what the text before each row asks; or None, where it asks nothing.
-        temperature: of each request, see `CpuSamplingInputs`; None if all are greedy.
-        with_bonus: whether to look for the first choice of the bonus rows, too.
+        step: logits are float32.
+        temperature: of each request, see `CpuSamplingInputs`; None if all are greedy. Rows of
+            sampled requests are read only for outright rules.
+        with_bonus: whether to find the argmax of bonus rows.
     """
-    z, vocab = step.logits.numpy(), step.logits.shape[1]
+    z = step.logits.numpy()
+    vocab = z.shape[1]
     counts = np.diff(step.cu_num_logits.numpy(), prepend=0)
     row_slots = np.repeat(step.slots.numpy(), counts)
     stop_ids = step.records.stop_ids.numpy()[row_slots]
@@ -115,10 +102,10 @@ def read_rows(
             is_read &= scales == 0
     divisors = np.where(scales == 0, np.float32(1), scales)
     read = np.flatnonzero(is_read)
-    # Row by row: indexing with the list would copy the rows, which costs more.
-    of_read = [z[i] if divisors[i] == 1 else z[i] / divisors[i] for i in read]
+    # Row by row, because indexing with the list would copy the rows.
+    read_logits = [z[i] if divisors[i] == 1 else z[i] / divisors[i] for i in read]
     argmax = np.zeros(len(ids), dtype=np.int64)
-    argmax[read] = [row.argmax() for row in of_read]
+    argmax[read] = [row.argmax() for row in read_logits]
     first, logit = np.zeros((2, len(ids)), dtype=np.float32)
     with np.errstate(invalid="ignore"):
         first[read] = z[read, argmax[read]] / divisors[read]
@@ -127,77 +114,82 @@ def read_rows(
         units = np.ceil(np.minimum(loss * np.float32(2**LOSS_BITS), np.float32(MAX_LOSS)))
         units = np.where(in_vocab & (loss == loss), units, 0)
     is_end = in_vocab & _is_among(safe, stop_ids)
-    is_preserved, is_argmax_preserved = is_end, _is_among(argmax, stop_ids)
+    is_preserved = is_end
+    is_argmax_preserved = _is_among(argmax, stop_ids)
     if engine_params.protected is not None:
         mask = engine_params.protected.mask.numpy()
-        is_preserved, is_argmax_preserved = (
-            is_preserved | (in_vocab & mask[safe]),
-            is_argmax_preserved | mask[argmax],
-        )
+        is_preserved = is_preserved | (in_vocab & mask[safe])
+        is_argmax_preserved = is_argmax_preserved | mask[argmax]
     constraints = constraints or CpuConstraints.of([(0, False, ())] * len(ids))
     repeats = [
-        found and (scale != 0 or first not in listed)
-        for found, scale, first, listed in zip(
+        is_repeat and (scale != 0 or argmax_id not in followers)
+        for is_repeat, scale, argmax_id, followers in zip(
             constraints.repeats, scales, argmax.tolist(), constraints.followers, strict=True
         )
     ]
+    draft = np.where(in_vocab, ids, np.where(ids == GRAMMAR_REJECTED, GRAMMAR_REJECTED, -1))
     return Rows(
-        np.where(in_vocab, ids, np.where(ids == GRAMMAR_REJECTED, GRAMMAR_REJECTED, -1)).tolist(),
-        argmax.tolist(),
-        units.astype(np.int64).tolist(),
-        (in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
-        is_end.tolist(),
-        is_preserved.tolist(),
-        (in_vocab & is_argmax_preserved).tolist(),
-        repeats,
-        constraints.blocked,
-        dict(zip(read.tolist(), of_read, strict=True)),
+        draft=draft.tolist(),
+        argmax=argmax.tolist(),
+        loss=units.astype(np.int64).tolist(),
+        is_finite=(in_vocab & (logit > -np.inf) & (first < np.inf)).tolist(),
+        is_end=is_end.tolist(),
+        is_preserved=is_preserved.tolist(),
+        is_argmax_preserved=(in_vocab & is_argmax_preserved).tolist(),
+        repeats=repeats,
+        blocked=constraints.blocked,
+        logits=dict(zip(read.tolist(), read_logits, strict=True)),
     )
 
 
 def _is_among(token: np.ndarray, stop_ids: np.ndarray) -> np.ndarray:
-    """Whether each position's token is one of those that end its request; bool `[num_draft]`."""
-    found: np.ndarray = (stop_ids == token[:, None]).any(axis=1)
-    return found
+    """Whether each token is a stop token of its request; bool `[num_draft]`."""
+    is_stop: np.ndarray = (stop_ids == token[:, None]).any(axis=1)
+    return is_stop
 
 
 def read_probabilities(
     rows: Rows, row: int, z: torch.Tensor, p: torch.Tensor, preserved: Sequence[torch.Tensor]
 ) -> Rows:
-    """What the rule reads where a request samples, with drafts that are not drawn, from row on.
+    """Adds the probabilities of a sampled request with a fixed draft.
 
     Args:
-        rows: of the step.
-        row: the request's first one.
-        z: float32 `[n, vocab]`, its logits.
-        p: their softmax.
-        preserved: of each row int64 `[m]`, the tokens of S, each once.
+        row: first row of the request.
+        z: float32 `[n, vocab]`, processed logits.
+        p: softmax of z.
+        preserved: int64 `[m]` per row, the distinct tokens of S.
     """
-    at = np.arange(len(z))
+    rows_range = np.arange(len(z))
     draft = np.asarray(rows.draft[row : row + len(z)], dtype=np.int64)
     argmax = z.numpy().argmax(1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        # That of the first choice never underflows.
-        log_first = np.log(p.numpy()[at, argmax])
-        first = z.numpy()[at, argmax]
-        log_p = np.minimum(z.numpy()[at, np.maximum(draft, 0)] - first + log_first, 0.0)
-        entropy = [_entropy(*of) for of in zip(p.numpy(), z.numpy(), first, log_first, strict=True)]
+        # log p of the argmax never underflows.
+        log_first = np.log(p.numpy()[rows_range, argmax])
+        first = z.numpy()[rows_range, argmax]
+        log_p = np.minimum(z.numpy()[rows_range, np.maximum(draft, 0)] - first + log_first, 0.0)
+        entropy = [
+            _entropy(p_row, z_row, z1, log_p1)
+            for p_row, z_row, z1, log_p1 in zip(p.numpy(), z.numpy(), first, log_first, strict=True)
+        ]
     log_p[draft < 0] = -math.inf
-    of_preserved = [p_row[own].double() for p_row, own in zip(p, preserved, strict=True)]
-    rest = [max(1 - float(own.sum()), 0.0) for own in of_preserved]
-    parts = [float(torch.special.entr(own).sum()) for own in of_preserved]
-    rest_entropy = [whole - part for whole, part in zip(entropy, parts, strict=True)]
-    before = [0.0] * row
+    preserved_p = [p_row[tokens].double() for p_row, tokens in zip(p, preserved, strict=True)]
+    rest = [max(1 - float(probs.sum()), 0.0) for probs in preserved_p]
+    preserved_entropy = [float(torch.special.entr(probs).sum()) for probs in preserved_p]
+    rest_entropy = [total - part for total, part in zip(entropy, preserved_entropy, strict=True)]
+    padding = [0.0] * row
     return rows._replace(
-        log_p=before + log_p.tolist(),
-        rest=before + rest,
-        entropy=before + entropy,
-        rest_entropy=before + rest_entropy,
+        log_p=padding + log_p.tolist(),
+        rest=padding + rest,
+        entropy=padding + entropy,
+        rest_entropy=padding + rest_entropy,
     )
 
 
 def _entropy(p: np.ndarray, logits: np.ndarray, first: float, log_first: float) -> float:
-    """The entropy in nats of p, the softmax of a row of which `first` is the largest logit."""
-    found = float(p.dot(first - logits) - log_first)
-    # Where something is forbidden that was 0 times infinity. Logarithms take four times as long.
-    return found if found == found else float(torch.special.entr(torch.from_numpy(p)).sum())
+    """Entropy of p in nats; `first` is the largest logit and `log_first` its log p."""
+    entropy = float(p.dot(first - logits) - log_first)
+    # Masked tokens give 0 * inf = NaN. `entr` is exact there, but its logarithms take four times as
+    # long.
+    if math.isnan(entropy):
+        entropy = float(torch.special.entr(torch.from_numpy(p)).sum())
+    return entropy

@@ -1,1 +1,1 @@
-"""The law of what is sampled: the distribution that is served in the place of the target."""
+"""The served distribution, which takes the place of the target's in sampled requests."""
