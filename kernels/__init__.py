@@ -1,4 +1,4 @@
-"""Verification kernels and their form for a CPU, installed as `vllm_mars.kernels`.
+"""Verification in Triton and on CPUs, installed as `vllm_mars.kernels`.
 
-The public functions are in `vllm_mars.functions`; nothing here checks its input.
+Arguments are not checked here but in `vllm_mars.functions`.
 """
