@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["counts_stride", "tokens_stride", "vocab"])
 def count_kernel(
-    # [num_slots, vocab]
+    # [S, vocab]
     counts_ptr,
     counts_stride,
     # [num_rows], -1 for a padding row
@@ -35,7 +35,7 @@ def count_drafted(
     """Adds the tokens drafted so far to the counts, or subtracts them.
 
     Args:
-        counts: int32 `[num_slots, vocab]`, updated in place.
+        counts: int32 `[S, vocab]`, updated in place.
         slots: int64 `[num_rows]`, contiguous; -1 for a padding row.
         tokens: int64 `[>= num_rows, K]`.
         step: integer scalar on the device: the number of tokens drafted so far.
