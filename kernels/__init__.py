@@ -1,4 +1,1 @@
-"""Verification in Triton and on CPUs, installed as `vllm_mars.kernels`.
-
-Arguments are not checked here but in `vllm_mars.functions`.
-"""
+"""Verification in Triton and on CPUs, as `vllm_mars.kernels`; arguments are not checked here."""

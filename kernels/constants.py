@@ -109,10 +109,9 @@ class Constants(NamedTuple):
 
 
 class _Fields(tl.constexpr):
-    """Constant with fields that can be read where Triton does not unwrap it.
+    """Constant with fields that can be read where Triton does not unwrap it."""
 
-    That is in the interpreter, in Triton 3.6, and in Triton 3.9's search for returns in branches.
-    """
+    # That is in the interpreter, in Triton 3.6, and in Triton 3.9's search for returns in branches.
 
     def __getattr__(self, name: str) -> float:
         # `copy` looks attributes up before `value` is set.

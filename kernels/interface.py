@@ -54,7 +54,7 @@ class Column(enum.IntEnum):
     PROMPT_STATE = 5
     # Tokens of prompt and output that STATE covers.
     NUM_SCANNED = 6
-    # Tokens of prompt and output that are in the ring buffer, which starts after the prompt.
+    # Tokens of prompt and output up to which the ring buffer is filled; it starts after the prompt.
     RING_END = 7
     # IN_THINKING or IN_ANSWER if only that section may be relaxed, else 0.
     SCOPE = 8
@@ -70,11 +70,8 @@ def _bits(value: float) -> int:
 
 
 def encode_value(rule: Rule, value: float) -> int:
-    """Encodes a rule's value as an integer: 0 is strict, larger is looser.
-
-    Nats are rounded down to units of 2**-LOSS_BITS. For other values the code is the distance from
-    the strict value, in float32 steps.
-    """
+    """Encodes a rule's value as an integer: 0 is strict, larger is looser."""
+    # Nats in units, rounded down; other values as their distance from strict in float32 steps.
     return price_units(value) if rule.in_nats else abs(_bits(rule.strict) - _bits(value))
 
 

@@ -1,12 +1,9 @@
 """Caches compiled kernels, so that a launch skips specializing its arguments.
 
-Specialization takes several times as long on the host as the launch. In one engine most results
-never change: tensors are aligned, have one dtype, or are exempt from specialization. Kernels are
-looked up by the rest: here by constants and specialized integers, in `launch_cache_for` by the
-tensor properties that vary between steps.
-
-Profiler hooks work as usual, but other Triton settings that change later, such as instrumentation,
-do not reach cached kernels. The interpreter compiles nothing and is called directly.
+Specialization takes several times as long on the host as the launch, but in one engine most of its
+results never change. Kernels are looked up by the rest: by constants and specialized integers here,
+by tensor properties in `launch_cache_for`. Profiler hooks work as usual; other Triton settings that
+change later, such as instrumentation, do not reach cached kernels.
 """
 
 import functools
@@ -34,14 +31,7 @@ class LaunchCache:
         self._kernels: dict[Callable[..., None], _Compiled] = {}
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
-        """Launches a kernel.
-
-        Args:
-            kernel: decorated with `triton.jit`.
-            grid: number of programs along each axis.
-            args: all arguments of the kernel, positional.
-            options: compile options such as `num_warps`, functions only of the kernel's constants.
-        """
+        """Launches a jitted kernel; compile options may depend only on the kernel's constants."""
         versions = self._kernels.get(kernel.fn)
         compiled = None if versions is None else versions.by_key.get(versions.key_of(args))
         if compiled is None:
@@ -76,6 +66,7 @@ class LaunchCache:
     ) -> None:
         compiled = kernel[grid](*args, **options)
         if compiled is None:
+            # Triton's interpreter compiles nothing.
             return
         if kernel.fn not in self._kernels:
             self._kernels[kernel.fn] = _Compiled(key_of=_key_getter(kernel, args), by_key={})
@@ -97,10 +88,9 @@ def _key_getter(kernel: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]
 
 @functools.cache
 def launch_cache_for(*properties: Hashable) -> LaunchCache:
-    """Returns the cache for steps with these properties.
+    """Returns the cache for steps with equal properties, which must be complete.
 
-    Args:
-        properties: the rule, whose functions are kernel arguments, the device, and all that varies
-            between steps: tensor dtypes, 16-byte alignment, and which optional tensors are None.
+    They are the rule, whose functions are kernel arguments, the device, and all that varies between
+    steps: tensor dtypes, 16-byte alignment, and which optional tensors are None.
     """
     return LaunchCache()

@@ -1,7 +1,4 @@
-"""Preserved tokens of a row, which keep their probability, as device functions.
-
-They are the stop ids, the protected tokens, and the tokens that the n-gram check lists.
-"""
+"""Preserved tokens of a row: stop ids, protected tokens, and followers of `Constraints`."""
 
 import triton
 import triton.language as tl
@@ -22,10 +19,7 @@ def num_preserved(protected, constraints, row):
 
 @triton.jit
 def preserved_tokens(first, record_ptr, protected, constraints, row, vocab):
-    """Loads PRESERVED_CHUNK entries of that list from index `first` on.
-
-    Each token is listed once; padding is -1.
-    """
+    """Loads PRESERVED_CHUNK entries of that list: each token once, and -1 as padding."""
     index = first + tl.arange(0, C.PRESERVED_CHUNK)
     token = tl.load(record_ptr + C.COLUMN.STOP_IDS + index, mask=index < C.MAX_STOP_IDS, other=-1)
     num_others = tl.full([], C.MAX_STOP_IDS, tl.int32)
@@ -51,7 +45,7 @@ def preserved_tokens(first, record_ptr, protected, constraints, row, vocab):
 
 @triton.jit
 def _unless_protected(token, protected, vocab):
-    """Replaces protected tokens by -1, since their own list has them."""
+    """Replaces protected tokens by -1, since they are listed separately."""
     is_token = (token >= 0) & (token < vocab)
     is_both = tl.load(protected.mask + token, mask=is_token, other=0) != 0
     return tl.where(is_both, -1, token)

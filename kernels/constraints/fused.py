@@ -66,19 +66,16 @@ def _token_at(index, text, mask, WINDOW: tl.constexpr):
     """Loads tokens of the answer and, after its end, of the draft."""
     num_answer = text.num_answer
     in_answer = index < num_answer
-    in_draft = index >= num_answer
     ring_index = tl.maximum(index, 0) % WINDOW
     answer_token = tl.load(text.ring_ptr + ring_index, mask=mask & in_answer, other=0)
+    in_draft = index >= num_answer
     draft_token = tl.load(text.draft_ptr + index - num_answer, mask=mask & in_draft, other=0)
     return tl.where(in_answer, answer_token, draft_token.to(tl.int32))
 
 
 @triton.jit
 def _match_length(index, text, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Counts the tokens before each index, up to LENGTH - 1, that equal those before the position.
-
-    The tokens are compared backwards; the first difference ends a match.
-    """
+    """Counts the tokens before each index, up to LENGTH - 1, that equal those at the position."""
     position = text.position
     length = tl.zeros_like(index)
     is_match = index < position
@@ -115,10 +112,8 @@ def _list_followers(
     LENGTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Lists the tokens that followed matches of at least `min_length`; returns their number.
-
-    If there are more than MAX_FOLLOWERS, the list is incomplete.
-    """
+    """Lists the tokens after matches of at least `min_length`; returns their number."""
+    # The list is incomplete if there are more than MAX_FOLLOWERS.
     count = tl.zeros([], tl.int32)
     for block in range(text.first + 1, text.position, BLOCK):
         index = block + tl.arange(0, BLOCK)
@@ -182,14 +177,14 @@ def constraints_kernel(
     ring_ptr,
     # [batch]
     slots_ptr,
-    # [S, max_model_len], prompt and output
+    # [S, max_model_len] int32, prompt and output
     tokens_ptr,
     tokens_stride,
     # [S]
     total_len_ptr,
     # [S]
     prompt_len_ptr,
-    # [S]
+    # [S] float32; 0 is greedy
     temperature_ptr,
     # [num_rows]: entry i + 1 is row i's draft token, except for a request's last row
     input_ids_ptr,
@@ -316,17 +311,13 @@ def compute_constraints(
 ) -> Constraints:
     """Computes the constraints of each row, and updates marker states and ring buffers.
 
+    Shapes are those of `constraints_kernel`. The logits' values are not read. The next step
+    overwrites the result.
+
     Args:
         ring: from `new_ring`; its width may be any power of 2.
-        tokens: int32 `[S, max_model_len]`, prompt and output of each slot.
-        step: inputs of the step; the values of its logits are not read.
-        temperature: float32 `[S]`; 0 is greedy.
-        markers: markers of the engine, or None.
         ngram: longest n-gram that is checked, in tokens, >= 2; 0 switches the check off.
         pads_with_last_token: whether the drafter repeats the last token if it has no proposal.
-
-    Returns:
-        The constraints, in buffers that the next step overwrites.
     """
     batch = step.slots.shape[0]
     num_rows = step.input_ids.shape[0]

@@ -61,11 +61,8 @@ class MarkerTracker:
         return self._may_open or self.opening > 0
 
     def initial_state(self, prompt: Sequence[int]) -> int:
-        """Returns the state before the first output token.
-
-        Spans that the prompt's last message opens are open. It starts after the last end-of-message
-        token; without any, the whole prompt is one message.
-        """
+        """Returns the state before the first output token: spans of the last message are open."""
+        # It starts after the last end-of-message token; without any, the prompt is one message.
         state = 0
         if self._may_open:
             ends = np.flatnonzero(np.isin(_ids(prompt), self._message_ends or ()))
@@ -145,13 +142,7 @@ class MarkerTracker:
         return Markers(torch.tensor(table, device=device), self.opening)
 
     def blocked(self, state: int, draft: Sequence[int], scope: int = 0) -> Iterator[int]:
-        """Yields for each draft position why it is strict, a `Verdict`, or 0.
-
-        Args:
-            state: state before the first draft token.
-            draft: draft tokens; a marker among them affects the positions after it.
-            scope: IN_THINKING, IN_ANSWER or 0.
-        """
+        """Yields for each draft position why it is strict, a `Verdict`, or 0."""
         for token in draft:
             yield self._reason(state, scope)
             state = self.advance(state, (token,))

@@ -16,14 +16,10 @@ from vllm_mars.kernels.interface import MAX_FOLLOWERS, NGRAM_WINDOW, Verdict
 
 
 class NgramIndex:
-    """Index of the tokens that followed each n-gram of a growing answer.
-
-    Args:
-        length: longest n-gram in tokens, >= 2.
-        window: number of last answer tokens that are searched.
-    """
+    """Index of the tokens that followed each n-gram in the last `window` tokens of an answer."""
 
     def __init__(self, length: int, window: int = NGRAM_WINDOW) -> None:
+        # Longest n-gram in tokens, at least 2.
         self._length = length
         self._window = window
         # Prefix -> following token -> number of answer tokens up to its last occurrence.
@@ -31,14 +27,9 @@ class NgramIndex:
         self._scanned = 0
 
     def before(self, answer: Sequence[int], draft: Sequence[int]) -> Iterator[list[set[int]]]:
-        """Yields the tokens that would repeat at each draft position.
+        """Yields for each draft position the tokens that repeat a 2-gram, a 3-gram, and so on.
 
-        Args:
-            answer: all output tokens of the request so far.
-            draft: draft tokens, each counted as accepted at the positions after it.
-
-        Yields:
-            A list: the tokens that complete a repeated 2-gram, a repeated 3-gram, and so on.
+        The answer is all output tokens so far; earlier draft tokens count as accepted.
         """
         if len(answer) < self._scanned:
             self._ends.clear()
@@ -75,14 +66,7 @@ def cpu_constraints(
     repeated: Iterable[list[set[int]]],
     samples: bool,
 ) -> Iterator[tuple[int, bool, Collection[int]]]:
-    """Yields the entries of `CpuConstraints` for each draft position.
-
-    Args:
-        reasons: from `MarkerTracker.blocked`.
-        draft: draft tokens.
-        repeated: from `NgramIndex.before`.
-        samples: whether the request is sampled.
-    """
+    """Yields entries of `CpuConstraints` from `MarkerTracker.blocked` and `NgramIndex.before`."""
     for reason, token, by_length in zip(reasons, draft, repeated, strict=True):
         lists = by_length[:1]
         repeats = any(token in followers for followers in lists)

@@ -33,11 +33,7 @@ def record_step(
     num_speculative_tokens,
     BLOCK_VERIFY: tl.constexpr,
 ):
-    """Updates the counters, the report row and the record's LOST.
-
-    Returns:
-        The number of relaxed tokens, and the loss in units.
-    """
+    """Updates counters, report row and the record's LOST; returns relaxed tokens and loss."""
     is_visited = is_counted & (offset <= accepted)
     is_accepted = is_counted & (offset < accepted)
     is_relaxed = is_accepted & (verdict == C.VERDICT.RELAXED)
@@ -91,13 +87,13 @@ def record_step(
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def ended_kernel(
-    # [layout.size]: see `CounterLayout`
+    # [layout.size] int64, added to: see `CounterLayout`
     counts_ptr,
-    # [S, SIZE]
+    # [S, SIZE] int64
     records_ptr,
-    # [num_ended]
+    # [num_ended] int32
     slots_ptr,
-    # [NUM_BOUNDS]
+    # [NUM_BOUNDS] int64, inclusive upper bounds of all buckets except the last, in units
     bounds_ptr,
     ENDED: tl.constexpr,
     ENDED_LOST: tl.constexpr,
@@ -123,16 +119,7 @@ def count_ended(
     records: Records,
     slots: torch.Tensor,
 ) -> None:
-    """Counts requests that end, in buckets by loss.
-
-    Args:
-        counts: int64 `[layout.size]`, added to.
-        layout: positions of the counters.
-        bounds: int64, inclusive upper bounds of all buckets except the last, in units of
-            2**-LOSS_BITS nats.
-        records: records of all slots.
-        slots: int32 `[num_ended]`.
-    """
+    """Counts requests that end, in buckets by loss; shapes are those of `ended_kernel`."""
     ended_kernel[(len(slots),)](
         counts,
         records.table,
@@ -154,20 +141,20 @@ def count_ended(
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def ratios_kernel(
-    # [num_rows, columns]
+    # [num_rows, columns] float32, added to
     logprobs_ptr,
     logprobs_stride,
     # [num_rows, columns], the sampled token first
     ids_ptr,
     ids_stride,
     columns,
-    # [batch, 2, WIDTH]: see `StepCounters`
+    # [batch, 2, WIDTH] float32: see `StepCounters`
     table_ptr,
-    # [S]
+    # [S] float32; 0 is greedy
     temperature_ptr,
-    # [batch]
+    # [batch] int32 or int64
     slots_ptr,
-    # [batch + 1], exclusive prefix sum of the requests' rows
+    # [batch + 1] int32, exclusive prefix sum of the requests' rows
     cu_num_logits_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -203,16 +190,7 @@ def add_log_ratios(
     slots: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Replaces log p of sampled tokens by log m, like `naive.of_sampled`.
-
-    Args:
-        logprobs: float32 `[num_rows, columns]`, added to.
-        token_ids: `[num_rows, columns]`, the sampled token first.
-        table: float32 `[batch, 2, K + 1]`: see `StepCounters`.
-        temperature: float32 `[S]`; 0 is greedy.
-        slots: int32 or int64 `[batch]`.
-        cu_num_logits: int32 `[batch + 1]`, exclusive prefix sum of the requests' rows.
-    """
+    """Replaces log p of sampled tokens by log m; shapes are those of `ratios_kernel`."""
     batch, _, width = table.shape
     ratios_kernel[(batch, width)](
         logprobs,

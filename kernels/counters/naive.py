@@ -65,20 +65,11 @@ def record_step(
 
 
 def log_ratios(table: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Returns log m - log p of a step's tokens: 0 if greedy, and after the last token.
-
-    Args:
-        table: float32 `[batch, 2, width]`: see `StepCounters`.
-        temperature: `[batch]`; 0 is greedy.
-    """
+    """Returns log m - log p of a step's tokens, `[batch, K + 1]`; 0 if greedy or after the end."""
     return table[:, 0].nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
 
 
 def of_sampled(token_ids: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
-    """Returns the difference that makes logprobs log m in all columns with the sampled token.
-
-    Args:
-        token_ids: `[num_rows, columns]`, the sampled token first; it may occur again.
-        ratios: `[num_rows]`, from `log_ratios`.
-    """
+    """Returns the log-ratios in the columns of the sampled token, which may occur twice, else 0."""
+    # token_ids: [num_rows, columns], the sampled token first. ratios: [num_rows].
     return torch.where(token_ids == token_ids[:, :1], ratios[:, None], 0.0)

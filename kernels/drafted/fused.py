@@ -7,12 +7,12 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["counts_stride", "tokens_stride", "vocab"])
 def count_kernel(
-    # [S, vocab]
+    # [S, vocab] int32, added to
     counts_ptr,
     counts_stride,
-    # [num_rows], -1 for a padding row
+    # [num_rows] int64, contiguous; -1 for a padding row
     slots_ptr,
-    # [num_rows, K]
+    # [>= num_rows, K] int64
     tokens_ptr,
     tokens_stride,
     # [], number of tokens drafted so far
@@ -32,15 +32,7 @@ def count_kernel(
 def count_drafted(
     counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor, by: int
 ) -> None:
-    """Adds the tokens drafted so far to the counts, or subtracts them.
-
-    Args:
-        counts: int32 `[S, vocab]`, updated in place.
-        slots: int64 `[num_rows]`, contiguous; -1 for a padding row.
-        tokens: int64 `[>= num_rows, K]`.
-        step: integer scalar on the device: the number of tokens drafted so far.
-        by: 1 or -1.
-    """
+    """Adds the tokens drafted so far `by` times, 1 or -1; shapes are those of `count_kernel`."""
     count_kernel[(len(slots),)](
         counts,
         counts.stride(0),

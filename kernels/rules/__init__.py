@@ -41,17 +41,17 @@ class Plain(Protocol):
 
 
 class Rule(NamedTuple):
-    """A rule with one value, its strictness."""
+    """Rule with one value, which sets how much it relaxes."""
 
     # Name in options, modules and tables
     name: str
-    # Value at which the rule relaxes nothing, one end of its range
+    # Value at which the rule relaxes nothing: one end of its range
     strict: float
     # Largest value. The smallest is 0, which is excluded unless it is strict.
     most: int
     # Whether the value is in nats per token, and so encoded in units; else it is a float32
     in_nats: bool
-    # Whether the rule accepts tokens with certainty in sampled requests, too. Then no token is
+    # Whether the rule also accepts tokens with certainty in sampled requests. Then no token is
     # preserved, repetition is not prevented, and drafts must be fixed.
     outright: bool
     needs: Needs = Needs()

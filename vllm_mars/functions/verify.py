@@ -20,10 +20,8 @@ def check_tensor(
     device: torch.device,
     *shapes: tuple[int, ...],
 ) -> None:
-    """Raises ValueError if a tensor is not contiguous, or has the wrong dtype, device or shape.
-
-    Its values are not read. Without `shapes` any shape is allowed.
-    """
+    """Raises ValueError if a tensor is not contiguous or has the wrong dtype, device or shape."""
+    # Without `shapes` any shape is allowed.
     if tensor.dtype not in dtypes:
         raise ValueError(
             f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(map(str, dtypes))}."

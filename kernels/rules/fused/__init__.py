@@ -1,9 +1,10 @@
-"""Rules in Triton, for the rows of one request; `accept_kernel` is compiled with two functions:
+"""Rules in Triton, for the rows of one request."""
 
-greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS) -> verdicts
-sampled(rows, logprobs, splits, value, ...) -> `served_dist.fused.RowDecisions`
-"""
-
+# `accept_kernel` is compiled with two functions of the engine's rule:
+#
+#     greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS) -> verdicts
+#     sampled(rows, logprobs, splits, value, ...) -> `served_dist.fused.RowDecisions`
+#
 # Vectors are [POSITIONS]: a request's draft positions, then its bonus row, then padding.
 #
 # rows        `row_stats.combine.Rows`

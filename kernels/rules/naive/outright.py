@@ -1,6 +1,6 @@
 """Rules that accept tokens outright, each by its row only; drafts must be fixed.
 
-In sampled requests the argmax is accepted, too, and m is the point x. A position is strict if x or
+In sampled requests the argmax is also accepted, and m is the point x. A position is strict if x or
 the argmax is in S. The loss is -log p(x), the drift -log p(x) - H(p).
 """
 
