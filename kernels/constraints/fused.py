@@ -75,7 +75,8 @@ def _token_at(index, text, mask, WINDOW: tl.constexpr):
 
 @triton.jit
 def _match_length(index, text, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Counts the tokens before each index, up to LENGTH - 1, that equal those at the position."""
+    """Counts the tokens before each index that match those before the position."""
+    # Backwards up to the first difference, at most LENGTH - 1.
     position = text.position
     length = tl.zeros_like(index)
     is_match = index < position

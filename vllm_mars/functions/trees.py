@@ -23,7 +23,7 @@ class TreeOutput(NamedTuple):
 
     Attributes:
         output_token_ids: `[batch, max_depth + 1]` int32: the accepted tokens, the argmax of the
-            last one's row, then -1.
+            row after them, then -1.
         path: `[batch, max_depth]` int32: the accepted nodes by index in their tree, then -1.
         num_accepted: `[batch]` int32: accepted nodes.
         num_relaxed: `[batch]` int32: accepted nodes that only the rule accepted.
@@ -54,7 +54,8 @@ def verify_tree(
     """Verifies greedy draft trees by the margin-aware rule.
 
     Each node is verified on its parent's row, as in `verify_greedy`, and one path of accepted nodes
-    is emitted. Of equal paths, fewer relaxed nodes win, then more nodes, then the first last node.
+    is emitted. Of equal paths the one with the fewest relaxed nodes wins, then the longest, then
+    the one that ends at the first node.
 
     Args:
         logits: `[num_rows, vocab]` float32, bfloat16 or float16, any strides. All other tensors
