@@ -1,4 +1,1 @@
-"""Verification kernels and their form for a CPU, installed as `vllm_mars.kernels`.
-
-The public functions are in `vllm_mars.functions`; nothing here checks its input.
-"""
+"""Verification in Triton and on CPUs, as `vllm_mars.kernels`; arguments are not checked here."""

@@ -1,9 +1,8 @@
-"""What the Triton kernels know at compile time, as one constant.
+"""Compile-time constants of the Triton kernels, as the fields of one constant `C`.
 
-As fields of one tuple they are part of what a compiled kernel is cached by. (Attributes of a module
-are not: an upgrade would run old kernels.) Triton compares each global constant that a kernel uses
-whenever it looks for what it has compiled, a microsecond apiece on the host; of one tuple it does
-that once for each module whose functions a kernel calls.
+Triton keys its cache by global constants but not by module attributes, so with attributes an
+upgrade would run old kernels. Each launch compares every global constant of a kernel, which costs
+1 us of host time; one tuple is compared once per module.
 """
 
 import enum
@@ -20,47 +19,45 @@ from vllm_mars.kernels.served_dist import naive as served_dist
 
 
 class ClipStat(enum.IntEnum):
-    """What `clip_kernel` finds of a row of a drawn draft, and behind it `mass_kernel`.
+    """Statistics of a row with a probabilistic draft, from `clip_kernel` and `mass_kernel`."""
 
-    LOG_W, PRICE, LOG_TOTAL: log w, the price, and log F(w). TARGET_LSE, DRAFT_LSE: log-sum-exps.
-    LOSS, DRIFT: KL(m || p), and the drift. LOG_RATIO, LOG_ACCEPT_RATIO: of the draft token log m -
-    log p, and log m - log q, -inf where it cannot stay. LOG_JOINT_RATIO, STRICT_LOG_JOINT_RATIO:
-    log p_i of the draft before the row, and the same with p in the place of m; not of a request's
-    first row, where they are 0.
-    """
-
+    # Base 2: log w, the price, log F(w), and the log-sum-exps of target and draft.
     LOG_W = 0
     PRICE = 1
     LOG_TOTAL = 2
     TARGET_LSE = 3
     DRAFT_LSE = 4
+    # In nats: KL(m || p), and the drift.
     LOSS = 5
     DRIFT = 6
+    # Of the draft token: log m - log p, and log m - log q, which is -inf if it must be rejected.
     LOG_RATIO = 7
     LOG_ACCEPT_RATIO = 8
+    # By `mass_kernel`: log a_(i-1) of docs/rule.md, and the same with p instead of m. Not written
+    # for a request's first row, where both are 0.
     LOG_JOINT_RATIO = 9
     STRICT_LOG_JOINT_RATIO = 10
 
 
-def _names(of: type[enum.IntEnum]) -> SimpleNamespace:
-    return SimpleNamespace(**{name: member.value for name, member in of.__members__.items()})
+def _names(enum_type: type[enum.IntEnum]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: member.value for name, member in enum_type.__members__.items()})
 
 
 class Constants(NamedTuple):
-    """Fields without a comment are those of the same name where they are defined."""
+    """Constants of the same name in other modules, unless a comment says otherwise."""
 
-    # By name verdicts, columns of a record, and what is found of a row; sizes of the last two.
+    # Enums as namespaces, and the sizes of a record and of a row's statistics.
     VERDICT: Any = _names(Verdict)
     COLUMN: Any = _names(Column)
     CLIP_STAT: Any = _names(ClipStat)
     RECORD_SIZE: int = interface.RECORD_SIZE
     NUM_CLIP_STATS: int = len(ClipStat)
 
-    # Counters, by name, and how many have an entry for each position.
+    # Offset of each counter, and the number of counters that have an entry per position.
     COUNTER: Any = table.COUNTER_OFFSETS
     BY_POSITION: int = len(table.BY_POSITION)
 
-    # Nats of a unit, units of a nat, and what parts a rate from units.
+    # Nats per unit, units per nat, and the shift from a rate's units to these.
     UNIT: float = budget.UNIT
     PER_NAT: float = 2.0**budget.LOSS_BITS
     RATE_SHIFT: int = budget.RATE_BITS - budget.LOSS_BITS
@@ -68,7 +65,7 @@ class Constants(NamedTuple):
     NO_BOUND: int = budget.NO_BOUND
     NO_LIMIT: int = budget.NO_LIMIT
     BURST_TOKENS: int = budget.BURST_TOKENS
-    # Rounded down by more than a float can be off.
+    # Factor that rounds a float32 down by more than its error.
     CAUTION: float = 1 - 2**-20
 
     # Tokens.
@@ -83,47 +80,48 @@ class Constants(NamedTuple):
     IN_THINKING: int = markers.IN_THINKING
     IN_ANSWER: int = markers.IN_ANSWER
     CLOSES: int = markers.CLOSES
-    # Preserved tokens that are read at a time, those of most models are fewer; listed tokens of
-    # each position; places of an answer.
+    # Block sizes over preserved tokens (most models have fewer), over the tokens that the n-gram
+    # check lists for a position, and over the tokens of an answer.
     PRESERVED_CHUNK: int = 256
     LISTED: int = 32
     ANSWER_BLOCK: int = 1024
 
-    # As `served_dist` has it.
+    # From `served_dist`.
     START: float = served_dist.START
     STEPS: int = served_dist.STEPS
     MAX_CLIP_PRICE: float = served_dist.MAX_CLIP_PRICE
     LEAST_REST: float = served_dist.LEAST_REST
     EIGHTH: float = served_dist.EIGHTH
 
-    # Numbers. exp(x) is 2**(x * LOG2_E): libdevice's 2**x takes one instruction, where `tl.exp`
-    # takes five for results that no float32 holds in full.
+    # exp(x) is computed as 2**(x * LOG2_E): libdevice's exp2 is one instruction, `tl.exp` is five
+    # because it also handles results that are subnormal in float32.
     INF: float = float("inf")
     LOG2_E: float = 1.4426950408889634
-    # Below any logit that counts.
+    # Below any logit that contributes to a sum.
     LEAST: float = -3e38
-    # So far below the largest logit, exp is 0 and its product with the distance has to be.
+    # Lower limit of a logit minus the largest one: exp is 0 there, and so is its product with the
+    # distance, which is NaN at -inf.
     NOTHING: float = -1e4
-    # So small a log2 p adds nothing to a sum, where -inf would make a NaN of it.
+    # Lower limit of log2 p: it adds nothing to a sum, but -inf would make it NaN.
     LEAST_LOG2: float = -1e4
-    # vLLM's `tl_rand32`, which draws the same numbers as Triton, is never 0 but this.
+    # vLLM's `tl_rand32` equals `tl.rand`, except that it returns this number instead of 0.
     LEAST_DRAWN: float = 4.6566127342e-10
 
 
 class _Fields(tl.constexpr):
-    """A constant whose fields are known where Triton does not look into its value.
+    """Constant with fields that can be read where Triton does not unwrap it."""
 
-    So it is in the interpreter, in Triton 3.6, and where Triton 3.9 looks for a return in a branch.
-    """
+    # That is in the interpreter, in Triton 3.6, and in Triton 3.9's search for returns in branches.
 
     def __getattr__(self, name: str) -> float:
-        # Copies are made before there is a value.
+        # `copy` looks attributes up before `value` is set.
         if name == "value":
             raise AttributeError(name)
-        found: float = getattr(self.value, name)
-        return found
+        field: float = getattr(self.value, name)
+        return field
 
-    # Nothing in it changes. So Triton, which compares it with a copy, sees that at a glance.
+    # Triton compares the constant with a deep copy at each launch: as it is immutable, identity
+    # is enough.
     def __deepcopy__(self, memo: object) -> "_Fields":
         return self
 

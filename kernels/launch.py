@@ -1,66 +1,63 @@
-"""Launches whose compiled kernel is looked up, instead of being found by all arguments each time.
+"""Caches compiled kernels, so that a launch skips specializing its arguments.
 
-Triton binds the arguments of a launch, asks of each what a kernel may be compiled for, and finds
-the compiled one by the answers, which takes the host several times as long as the launch. Of a step
-of one engine nearly all answers are always the same: what a kernel gets lies where an allocation
-begins, has one dtype, or is declared as not to be asked about. The rest is
-
-- of the numbers, all that Triton asks about, read off the kernel's signature: looked at here;
-- of the tensors and of functions, the few things that can differ between two steps: a
-`launch_cache_for`
-  names them.
-
-What is switched on in Triton later, such as its instrumentation, does not reach kernels that were
-launched before; hooks of profilers do. Triton's interpreter compiles nothing: it is called as ever.
+Specialization takes several times as long on the host as the launch, but in one engine most of its
+results never change. Kernels are looked up by the rest: by constants and specialized integers here,
+by tensor properties in `launch_cache_for`. Profiler hooks work as usual; other Triton settings that
+change later, such as instrumentation, do not reach cached kernels.
 """
 
 import functools
 from collections.abc import Callable, Hashable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 
-# Whether each launch asks Triton, too, which must find the same kernel; for tests.
+# Whether each launch compares the cached kernel with the one that Triton selects; for tests.
 CHECKS = False
 
-# The numbers of a launch, and by these what Triton has compiled.
-_Compiled = tuple[Callable[[tuple[Any, ...]], Any], dict[Any, Any]]
+
+class _Compiled(NamedTuple):
+    """Compiled versions of one kernel by the arguments that `key_of` selects."""
+
+    key_of: Callable[[tuple[Any, ...]], Any]
+    by_key: dict[Any, Any]
 
 
 class LaunchCache:
-    """The kernels that were compiled for the tensors of some steps; made by `launch_cache_for`."""
+    """Compiled kernels of steps with equal tensor properties; made by `launch_cache_for`."""
 
     def __init__(self) -> None:
         self._kernels: dict[Callable[..., None], _Compiled] = {}
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
-        """Launches a kernel.
-
-        Args:
-            kernel: of `triton.jit`.
-            grid: programs in each direction.
-            args: all of its arguments, by place.
-            options: such as `num_warps`; they may depend on its constants alone.
-        """
-        found = self._kernels.get(kernel.fn)
-        compiled = None if found is None else found[1].get(found[0](args))
+        """Launches a jitted kernel; compile options may depend only on the kernel's constants."""
+        versions = self._kernels.get(kernel.fn)
+        compiled = None if versions is None else versions.by_key.get(versions.key_of(args))
         if compiled is None:
             self._launch_first(kernel, grid, args, options)
             return
         if CHECKS:
-            asked = kernel.run(*args, grid=grid, warmup=True, **options)
-            assert asked is compiled, f"{kernel.fn.__name__} was compiled for other arguments"
-        # As `kernel.run` has it. `compiled[grid](*args)` means the same, but takes twice as long.
-        driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
+            selected = kernel.run(*args, grid=grid, warmup=True, **options)
+            assert selected is compiled, f"{kernel.fn.__name__} was compiled for other arguments"
+        # The end of `kernel.run`. `compiled[grid](*args)` does the same in twice the time.
+        driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
-        enter, leave, metadata = hooks.launch_enter_hook, hooks.launch_exit_hook, None
-        if enter.calls or leave.calls:
+        enter_hook = triton.knobs.runtime.launch_enter_hook
+        exit_hook = triton.knobs.runtime.launch_exit_hook
+        metadata = None
+        if enter_hook.calls or exit_hook.calls:
             metadata = compiled.launch_metadata(grid, stream, *args)
         else:
-            enter = leave = None
+            enter_hook = exit_hook = None
         compiled.run(
-            *(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave),
+            *grid,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            metadata,
+            enter_hook,
+            exit_hook,
             *args,
         )
 
@@ -69,32 +66,29 @@ class LaunchCache:
     ) -> None:
         compiled = kernel[grid](*args, **options)
         if compiled is None:
+            # Triton's interpreter compiles nothing.
             return
         if kernel.fn not in self._kernels:
-            self._kernels[kernel.fn] = _numbers_of(kernel, args), {}
-        numbers, by_numbers = self._kernels[kernel.fn]
-        by_numbers[numbers(args)] = compiled
+            self._kernels[kernel.fn] = _Compiled(key_of=_key_getter(kernel, args), by_key={})
+        versions = self._kernels[kernel.fn]
+        versions.by_key[versions.key_of(args)] = compiled
 
 
-def _numbers_of(kernel: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
-    """Gives, of the arguments of a launch, its constants and the integers that Triton looks at."""
+def _key_getter(kernel: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
+    """Returns a getter of a launch's constants and of the integers that Triton specializes."""
     arg_indices = [
         param.num
         for param, value in zip(kernel.params, args, strict=True)
         if (param.is_constexpr or isinstance(value, int) and not param.do_not_specialize)
-        # It takes as long to hash as all else.
+        # Hashing a function takes as long as all else; the rule is in `launch_cache_for`'s key.
         and not isinstance(value, triton.JITFunction)
     ]
     return itemgetter(*arg_indices) if arg_indices else lambda args: None
 
 
 @functools.cache
-def launch_cache_for(*of: Hashable) -> LaunchCache:
-    """The one of steps whose tensors have this in common.
-
-    Args:
-        of: the rule, whose functions a step's kernels get; of their tensors the device, and what
-            can differ between two steps: dtypes, whether they begin at 16 bytes, and whether they
-            are there.
-    """
+def launch_cache_for(*properties: Hashable) -> LaunchCache:
+    """Returns the cache for steps with equal properties."""
+    # Callers pass the rule, whose functions are kernel arguments, the device, and all that varies
+    # between steps: tensor dtypes, 16-byte alignment, and which optional tensors are None.
     return LaunchCache()

@@ -1,4 +1,4 @@
-"""Which tokens keep their probability at a row: device functions for all that read it."""
+"""Preserved tokens of a row: stop ids, protected tokens, and followers of `Constraints`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from vllm_mars.kernels.constants import C
 
 @triton.jit
 def num_preserved(protected, constraints, row):
-    """How many places the list of a row's kept tokens has, for `preserved_tokens`."""
+    """Length of a row's list of preserved tokens, including padding."""
     size = tl.full([], C.MAX_STOP_IDS, tl.int32)
     if protected is not None:
         size += protected.num_ids
@@ -19,7 +19,7 @@ def num_preserved(protected, constraints, row):
 
 @triton.jit
 def preserved_tokens(first, record_ptr, protected, constraints, row, vocab):
-    """PRESERVED_CHUNK tokens of that list from a place on, each token once; -1 where none is."""
+    """Loads PRESERVED_CHUNK entries of that list: each token once, and -1 as padding."""
     index = first + tl.arange(0, C.PRESERVED_CHUNK)
     token = tl.load(record_ptr + C.COLUMN.STOP_IDS + index, mask=index < C.MAX_STOP_IDS, other=-1)
     num_others = tl.full([], C.MAX_STOP_IDS, tl.int32)
@@ -45,7 +45,7 @@ def preserved_tokens(first, record_ptr, protected, constraints, row, vocab):
 
 @triton.jit
 def _unless_protected(token, protected, vocab):
-    """-1 in the place of what is protected anyway."""
+    """Replaces protected tokens by -1, since they are listed separately."""
     is_token = (token >= 0) & (token < vocab)
     is_both = tl.load(protected.mask + token, mask=is_token, other=0) != 0
     return tl.where(is_both, -1, token)
@@ -53,25 +53,25 @@ def _unless_protected(token, protected, vocab):
 
 @triton.jit
 def is_end(token, record_ptr):
-    """Whether each token ends the request."""
+    """Whether each token is a stop id of the request."""
     stop_ids_ptr = record_ptr + C.COLUMN.STOP_IDS
     stop_ids = tl.load(stop_ids_ptr + tl.arange(0, C.MAX_STOP_IDS))
-    found = token < token
-    # Few requests have more than one or two, which stand first.
+    is_stop = tl.full(token.shape, False, tl.int1)
+    # Stop ids come first and then -1; most requests have one or two.
     for j in range(0, tl.sum((stop_ids >= 0).to(tl.int32), axis=0)):
-        found = found | (token == tl.load(stop_ids_ptr + j))
-    return found
+        is_stop = is_stop | (token == tl.load(stop_ids_ptr + j))
+    return is_stop
 
 
 @triton.jit
 def is_preserved(token, protected, constraints, row, record_ptr, vocab):
-    """Whether each token is kept at a row; none of them is above the vocabulary."""
-    found = is_end(token, record_ptr)
+    """Whether each token is preserved at a row."""
+    result = is_end(token, record_ptr)
     if protected is not None:
         is_token = (token >= 0) & (token < vocab)
-        found = found | (tl.load(protected.mask + token, mask=is_token, other=0) != 0)
+        result = result | (tl.load(protected.mask + token, mask=is_token, other=0) != 0)
     if constraints is not None:
         list_ptr = constraints.followers + row.to(tl.int64) * C.MAX_FOLLOWERS
         for j in range(0, tl.load(constraints.num_followers + row)):
-            found = found | (token == tl.load(list_ptr + j))
-    return found
+            result = result | (token == tl.load(list_ptr + j))
+    return result

@@ -1,4 +1,4 @@
-"""What a request may lose, in Triton: see `budget.naive`."""
+"""Loss budget of a request in Triton: see `kernels.budget`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from vllm_mars.kernels.constants import C
 
 @triton.jit
 def ceil_units(nats):
-    """Nats in units, rounded up; 0 of what is no number."""
+    """Rounds nats up to units, at most MAX_LOSS; NaN becomes 0."""
     return tl.ceil(tl.minimum(tl.where(nats == nats, nats * C.PER_NAT, 0.0), C.MAX_LOSS)).to(
         tl.int64
     )
@@ -16,20 +16,20 @@ def ceil_units(nats):
 
 @triton.jit
 def round_units(nats):
-    """Nats of either sign in units, rounded to the nearest; 0 of what is no number."""
+    """Rounds nats of either sign to the nearest unit; NaN becomes 0."""
     units = tl.minimum(tl.maximum(nats * C.PER_NAT, -C.MAX_LOSS), C.MAX_LOSS)
     return tl.floor(tl.where(nats == nats, units, 0.0) + 0.5).to(tl.int64)
 
 
 @triton.jit
 def at(offset, j, values):
-    """The value at one offset."""
+    """Returns the element of `values` at offset j."""
     return tl.sum(tl.where(offset == j, values, tl.zeros_like(values)), axis=0)
 
 
 @triton.jit
 def fits_budget(wants, loss, remaining, offset, length):
-    """Which of the positions that want to, in turn, can lose what they would; units."""
+    """Selects, in order, the positions in `wants` whose loss fits the budget; in units."""
     lost = tl.zeros([], tl.int64)
     for j in range(0, length):
         here = (offset == j) & wants
@@ -42,8 +42,9 @@ def fits_budget(wants, loss, remaining, offset, length):
 
 @triton.jit
 def load_budget(record_ptr, produced, offset):
-    """What the request may lose up to each offset, in units, its rule's value, and its room."""
+    """Loads the budget up to each offset in units, the rule's value, and the tokens left."""
     rate = tl.load(record_ptr + C.COLUMN.RATE)
+    # max_lost(rate, tokens) - lost
     tokens = produced.to(tl.int64) + offset + 1
     remaining = (rate * (tokens + C.BURST_TOKENS)) >> C.RATE_SHIFT
     remaining -= tl.load(record_ptr + C.COLUMN.LOST)
@@ -54,7 +55,7 @@ def load_budget(record_ptr, produced, offset):
 
 @triton.jit
 def has_ended(record_ptr, last, produced):
-    """1 where the request had ended before this step, else 0."""
+    """Whether the request ended before this step, 1 or 0."""
     stop_ids = tl.load(record_ptr + C.COLUMN.STOP_IDS + tl.arange(0, C.MAX_STOP_IDS))
     is_end = tl.max((stop_ids == last).to(tl.int32), axis=0)
     is_end = tl.where((produced > 0) & (last >= 0), is_end, 0)

@@ -1,1 +1,1 @@
-"""Where in an answer verification is strict, and what it may repeat."""
+"""Constraints that the text puts on draft positions: strict spans, openings, n-grams."""

@@ -1,9 +1,7 @@
-"""Spans and sections of an answer that their markers open and close.
+"""Strict spans and sections of an answer, opened and closed by single marker tokens.
 
-Markers are single tokens. The state of a request is one integer, so that it can stay on the device:
-the number of the open span (0 for none), plus `THINKING` while the thinking section is open, and
-`OPENING` for each token that is left of the opening. A draft is walked through token by token, so a
-marker in it changes the positions after it.
+A request's state is one integer, so that it can be on the device: the number of the open span (0 if
+none), plus THINKING in the thinking section, plus OPENING for each token left of the opening.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,28 +15,25 @@ from vllm_mars.kernels.interface import Markers, Verdict
 if TYPE_CHECKING:
     from vllm_mars.options.config import MarsConfig
 
-# Spans are numbered from 1; a token closes those of a bit mask.
+# Spans are numbered from 1; the spans that a token closes are a bit mask.
 MAX_SPANS = 31
-# So many are walked through in Python sooner than NumPy finds the markers among them.
+# Up to this many tokens a Python loop is faster than NumPy's search for markers.
 _FEW_TOKENS = 64
-# Added to the state of a request (see `vllm_mars.kernels.constraints.markers`) for each token that
-# its opening, which is strict, still has.
+# Parts of a state.
 OPENING = 1 << 9
-# The same while its thinking section is open.
 THINKING = 1 << 8
-# What a token marks: see `Markers`.
-OPENS, THINKING_END, CLOSES = 31, 32, 6
+# Bit fields of `Markers.table`; CLOSES is a shift.
+OPENS = 31
+THINKING_END = 32
+CLOSES = 6
 THINKING_START = 1 << 40
-# What of a request's answer may be relaxed, where that is not all of it.
-IN_THINKING, IN_ANSWER = 1, 2
+# Scope of a request: the only section that may be relaxed; 0 if both may.
+IN_THINKING = 1
+IN_ANSWER = 2
 
 
 class MarkerTracker:
-    """The markers of one engine.
-
-    Args:
-        config: resolved options: `strict_spans` are pairs of ids.
-    """
+    """State machine over the markers of one engine; `strict_spans` must be resolved to ids."""
 
     def __init__(self, config: "MarsConfig") -> None:
         self._message_ends = config.turns
@@ -62,34 +57,29 @@ class MarkerTracker:
 
     def __bool__(self) -> bool:
         """Whether any position can be strict."""
-        # A request may choose a scope wherever the thinking section is known.
+        # With a known thinking section a request may have a scope.
         return self._may_open or self.opening > 0
 
     def initial_state(self, prompt: Sequence[int]) -> int:
-        """The state before a request's first output token.
-
-        What the prompt's last message has opened is open: that stands behind the last token by
-        which the chat template ends a message. Without any the whole prompt is that message.
-        """
+        """Returns the state before the first output token: spans of the last message are open."""
+        # It starts after the last end-of-message token; without any, the prompt is one message.
         state = 0
         if self._may_open:
             ends = np.flatnonzero(np.isin(_ids(prompt), self._message_ends or ()))
-            state = self.advance(0, prompt[int(ends[-1]) + 1 if len(ends) else 0 :])
-        begun: int = state % OPENING + OPENING * self.opening
-        return begun
+            message_start = int(ends[-1]) + 1 if len(ends) else 0
+            state = self.advance(0, prompt[message_start:])
+        return state % OPENING + OPENING * self.opening
 
     def is_known(self, prompt: Sequence[int] | None) -> bool:
-        """Whether it is known what a prompt has opened.
-
-        Args:
-            prompt: its tokens; None where it has others than these.
-        """
+        """Whether the spans that a prompt opens are known; None is a prompt without token ids."""
         if not self._may_open:
             return True
         if prompt is None or self._message_ends is not None:
             return prompt is not None
-        # The last message may begin anywhere. One that begins behind all markers opens nothing.
-        spans, thinking = 0, False
+        # The last message may start anywhere, so anything that the prompt leaves open is unknown:
+        # a message that starts after all markers opens nothing.
+        spans = 0
+        thinking = False
         ids = _ids(prompt)
         for token in ids[np.isin(ids, self._marking)].tolist():
             spans &= ~self.closes.get(token, 0)
@@ -99,15 +89,16 @@ class MarkerTracker:
         return not (spans or thinking)
 
     def advance(self, state: int, tokens: Sequence[int]) -> int:
-        """The state after some more tokens."""
+        """Returns the state after more tokens."""
         if len(tokens) > _FEW_TOKENS:
-            # A prompt can be long, and only markers change the state, and the last few tokens.
+            # In a long prompt, only markers and the last `opening` tokens can change the state.
             ids = _ids(tokens)
-            counts = np.isin(ids, self._marking)
-            counts[max(len(ids) - self.opening, 0) :] = True
-            tokens = ids[counts].tolist()
+            matters = np.isin(ids, self._marking)
+            matters[max(len(ids) - self.opening, 0) :] = True
+            tokens = ids[matters].tolist()
         for token in tokens:
-            span, thinking = state % THINKING, state & THINKING
+            span = state % THINKING
+            thinking = state & THINKING
             opening = max(state // OPENING - 1, 0)
             if span == 0:
                 span = self.opens.get(token, 0)
@@ -125,7 +116,7 @@ class MarkerTracker:
         return bool(self._reason(state, scope))
 
     def _reason(self, state: int, scope: int) -> int:
-        """Why it is, or 0."""
+        """Returns why the next token is strict, or 0."""
         reason: int = Verdict.NONE
         if state % THINKING:
             reason = Verdict.SPAN
@@ -136,7 +127,7 @@ class MarkerTracker:
         return reason
 
     def markers(self, device: torch.device) -> Markers | None:
-        """The markers for the kernel; None where no position can be strict."""
+        """Builds the kernel's table of markers; None if no position can be strict."""
         if not self:
             return None
         thinking = self.thinking_start, self.thinking_end
@@ -151,13 +142,7 @@ class MarkerTracker:
         return Markers(torch.tensor(table, device=device), self.opening)
 
     def blocked(self, state: int, draft: Sequence[int], scope: int = 0) -> Iterator[int]:
-        """Yields for each position of a request's draft why it is strict, a `Verdict`, or 0.
-
-        Args:
-            state: before the first draft token.
-            draft: its tokens.
-            scope: of the request.
-        """
+        """Yields for each draft position why it is strict, a `Verdict`, or 0."""
         for token in draft:
             yield self._reason(state, scope)
             state = self.advance(state, (token,))

@@ -1,1 +1,1 @@
-"""Where a step writes down what it did."""
+"""Counters of an engine and report rows of a step."""

@@ -1,11 +1,4 @@
-"""What verification writes down of a step, and what it does beside verifying.
-
-    ended_kernel   grid (ended,)   what requests lost that end, by bucket
-    ratios_kernel  grid (B, K + 1) log p of a token that was sampled becomes log m
-
-Each reads and writes a few numbers for each request; all of their time is that of the launch.
-`accept_kernel` itself counts by `record_step`.
-"""
+"""Counters in Triton; the two kernels touch a few numbers per request and are launch-bound."""
 
 import torch
 import triton
@@ -15,9 +8,9 @@ from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.counters.table import CounterLayout
 from vllm_mars.kernels.interface import RECORD_SIZE, Column, Records
 
-# Columns of logprobs that are looked at at a time.
+# Columns of logprobs per block.
 _BLOCK = 128
-# Views that start anywhere.
+# vLLM passes views at any offset.
 _UNALIGNED = ["slots_ptr", "cu_num_logits_ptr"]
 
 
@@ -40,7 +33,7 @@ def record_step(
     num_speculative_tokens,
     BLOCK_VERIFY: tl.constexpr,
 ):
-    """Updates the counters and adds to the record's LOST; returns relaxed tokens and loss."""
+    """Updates counters, report row and the record's LOST; returns relaxed tokens and loss."""
     is_visited = is_counted & (offset <= accepted)
     is_accepted = is_counted & (offset < accepted)
     is_relaxed = is_accepted & (verdict == C.VERDICT.RELAXED)
@@ -48,58 +41,59 @@ def record_step(
     step_lost = tl.sum(tl.where(spends, loss, 0), axis=0)
     gains = spends
     if BLOCK_VERIFY:
-        # Of the positions, too, that were not reached.
+        # The gain of a block is expected at all positions, also at those that are not reached.
         gains = gains | (is_counted & (is_greedy == 0))
     step_gained = tl.sum(tl.where(gains, gained, 0), axis=0)
     lost = tl.load(lost_ptr)
-    # All warps have loaded what one of them stores.
+    # All warps must load before one of them stores.
     tl.debug_barrier()
     tl.store(lost_ptr, lost + step_lost)
 
     one = tl.full(offset.shape, 1, tl.int64)
     is_verified = is_visited & (draft >= 0)
-    # By position, then all others: see `COUNTER_OFFSETS`.
-    each_ptr = step_counters.counts + offset
+    # Counters with an entry per position come first: see `COUNTER_OFFSETS`.
+    position_ptr = step_counters.counts + offset
     k = num_speculative_tokens
-    tl.atomic_add(each_ptr + C.COUNTER.verified * k, one, mask=is_verified, sem="relaxed")
+    tl.atomic_add(position_ptr + C.COUNTER.verified * k, one, mask=is_verified, sem="relaxed")
     tl.atomic_add(
-        each_ptr + C.COUNTER.accepted * k, one, mask=is_verified & is_accepted, sem="relaxed"
+        position_ptr + C.COUNTER.accepted * k, one, mask=is_verified & is_accepted, sem="relaxed"
     )
     tl.atomic_add(
-        each_ptr + C.COUNTER.relaxed * k, one, mask=is_verified & is_relaxed, sem="relaxed"
+        position_ptr + C.COUNTER.relaxed * k, one, mask=is_verified & is_relaxed, sem="relaxed"
     )
     counts_ptr = step_counters.counts + C.BY_POSITION * k
     tl.atomic_add(counts_ptr + C.COUNTER.lost, step_lost, sem="relaxed")
     tl.atomic_add(counts_ptr + C.COUNTER.gained, step_gained, sem="relaxed")
     drift = tl.where(spends, drift, 0)
-    up, down = tl.sum(tl.maximum(drift, 0), axis=0), tl.sum(tl.maximum(-drift, 0), axis=0)
-    tl.atomic_add(counts_ptr + C.COUNTER.drift_up, up, sem="relaxed")
-    tl.atomic_add(counts_ptr + C.COUNTER.drift_down, down, sem="relaxed")
+    drift_up = tl.sum(tl.maximum(drift, 0), axis=0)
+    drift_down = tl.sum(tl.maximum(-drift, 0), axis=0)
+    tl.atomic_add(counts_ptr + C.COUNTER.drift_up, drift_up, sem="relaxed")
+    tl.atomic_add(counts_ptr + C.COUNTER.drift_down, drift_down, sem="relaxed")
     relaxable = tl.sum(tl.where(is_relaxable, is_verified.to(tl.int64), 0), axis=0)
     tl.atomic_add(counts_ptr + C.COUNTER.relaxable, relaxable, sem="relaxed")
     is_refused = is_verified & (verdict >= C.VERDICT.PROTECTED)
     refusal = C.COUNTER.refused + tl.maximum(verdict - C.VERDICT.PROTECTED, 0)
     tl.atomic_add(counts_ptr + refusal, one, mask=is_refused, sem="relaxed")
 
-    of_greedy = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))
-    of_sampled = tl.where(offset <= accepted, ratio, float("nan"))
+    relaxed_loss = tl.where(is_relaxed, loss.to(tl.float32) * C.UNIT, float("nan"))
+    log_ratio = tl.where(offset <= accepted, ratio, float("nan"))
     width = num_speculative_tokens + 1
-    where = step_counters.table + req_idx.to(tl.int64) * 2 * width + offset
-    tl.store(where, tl.where(is_greedy, of_greedy, of_sampled), mask=offset < width)
+    table_ptr = step_counters.table + req_idx.to(tl.int64) * 2 * width + offset
+    tl.store(table_ptr, tl.where(is_greedy, relaxed_loss, log_ratio), mask=offset < width)
     drift_nats = tl.where(is_greedy, 0.0, drift.to(tl.float32) * C.UNIT)
-    tl.store(where + width, drift_nats, mask=offset < width)
+    tl.store(table_ptr + width, drift_nats, mask=offset < width)
     return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def ended_kernel(
-    # [COUNTERS]: see `CounterLayout`
+    # [layout.size] int64, added to: see `CounterLayout`
     counts_ptr,
-    # [S, SIZE]
+    # [S, SIZE] int64
     records_ptr,
-    # [num_ended]
+    # [num_ended] int32
     slots_ptr,
-    # [NUM_BOUNDS]
+    # [NUM_BOUNDS] int64, inclusive upper bounds of all buckets except the last, in units
     bounds_ptr,
     ENDED: tl.constexpr,
     ENDED_LOST: tl.constexpr,
@@ -125,16 +119,7 @@ def count_ended(
     records: Records,
     slots: torch.Tensor,
 ) -> None:
-    """Counts requests that end, by what they lost.
-
-    Args:
-        counts: int64 `[layout.size]`, added into.
-        layout: which entry is what.
-        bounds: int64, the most that a request of each bucket but the last lost, in units of
-            2**-LOSS_BITS nats.
-        records: of all slots.
-        slots: int32 `[num_ended]`, where the requests are.
-    """
+    """Counts requests that end, in buckets by loss; shapes are those of `ended_kernel`."""
     ended_kernel[(len(slots),)](
         counts,
         records.table,
@@ -156,19 +141,20 @@ def count_ended(
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 def ratios_kernel(
-    # [num_rows, columns] each
+    # [num_rows, columns] float32, added to
     logprobs_ptr,
     logprobs_stride,
+    # [num_rows, columns], the sampled token first
     ids_ptr,
     ids_stride,
     columns,
-    # [batch, 2, WIDTH]: see `StepCounters`
+    # [batch, 2, WIDTH] float32: see `StepCounters`
     table_ptr,
-    # [S]
+    # [S] float32; 0 is greedy
     temperature_ptr,
-    # [batch]
+    # [batch] int32 or int64
     slots_ptr,
-    # [batch + 1], exclusive prefix sum
+    # [batch + 1] int32, exclusive prefix sum of the requests' rows
     cu_num_logits_ptr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -180,7 +166,7 @@ def ratios_kernel(
         return
     ratio = tl.load(table_ptr + req_idx * 2 * WIDTH + local_pos)
     slot = tl.load(slots_ptr + req_idx).to(tl.int64)
-    # Of a greedy request the table holds losses; behind the last token stands NaN.
+    # Rows of greedy requests hold losses, and entries after the last token are NaN.
     if (ratio != ratio) | (tl.load(temperature_ptr + slot) == 0.0):
         return
     logprobs_ptr += row.to(tl.int64) * logprobs_stride
@@ -188,11 +174,12 @@ def ratios_kernel(
     sampled = tl.load(ids_ptr)
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        is_there = column < columns
-        is_sampled = tl.load(ids_ptr + column, mask=is_there, other=-1) == sampled
-        # Any column may hold the sampled token again.
-        value = tl.load(logprobs_ptr + column, mask=is_there, other=0.0)
-        tl.store(logprobs_ptr + column, value + ratio, mask=is_there & is_sampled)
+        is_column = column < columns
+        # The sampled token may also be among the top tokens.
+        is_sampled = tl.load(ids_ptr + column, mask=is_column, other=-1) == sampled
+        # log m = log p + (log m - log p)
+        value = tl.load(logprobs_ptr + column, mask=is_column, other=0.0)
+        tl.store(logprobs_ptr + column, value + ratio, mask=is_column & is_sampled)
 
 
 def add_log_ratios(
@@ -203,16 +190,7 @@ def add_log_ratios(
     slots: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Makes the log p of sampled tokens log m, as `naive.of_sampled` says it.
-
-    Args:
-        logprobs: float32 `[num_rows, columns]`, added into.
-        token_ids: `[num_rows, columns]`, first the sampled token.
-        table: float32 `[batch, 2, K + 1]`: see `StepCounters`.
-        temperature: float32 `[S]`; 0 is greedy.
-        slots: int32 or int64 `[batch]`.
-        cu_num_logits: int32 `[batch + 1]`, exclusive prefix sum of the requests' rows.
-    """
+    """Replaces log p of sampled tokens by log m; shapes are those of `ratios_kernel`."""
     batch, _, width = table.shape
     ratios_kernel[(batch, width)](
         logprobs,

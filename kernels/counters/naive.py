@@ -1,4 +1,4 @@
-"""Where a step writes down what it did: the counters of an engine, and the rows of a report."""
+"""Reference for the counters and report rows of a step, in plain Python."""
 
 import math
 from collections.abc import Sequence
@@ -23,15 +23,12 @@ def record_step(
     step_counters: StepCounters | None,
     layout: CounterLayout,
 ) -> tuple[int, int]:
-    """Counts a request's step; returns relaxed tokens and loss."""
+    """Counts a request's step; returns the number of relaxed tokens, and the loss in units."""
     num_relaxed = lost = drift_up = drift_down = 0
     gained = sum(emitted.gained)
-    table = (
-        None
-        if step_counters is None or step_counters.table is None
-        else step_counters.table[req_idx]
-    )
-    if table is not None:
+    table = None
+    if step_counters is not None and step_counters.table is not None:
+        table = step_counters.table[req_idx]
         table[0] = math.nan
         table[1] = 0
         table[0, : len(emitted.log_ratios)] = torch.tensor(emitted.log_ratios)
@@ -52,7 +49,8 @@ def record_step(
         for offset, decision in enumerate(emitted.decisions):
             if draft[offset] < 0:
                 continue
-            is_accepted, verdict = offset < emitted.accepted, decision.verdict
+            is_accepted = offset < emitted.accepted
+            verdict = decision.verdict
             counts[layout.verified][offset] += 1
             counts[layout.relaxable] += is_relaxable
             counts[layout.accepted][offset] += is_accepted
@@ -67,20 +65,11 @@ def record_step(
 
 
 def log_ratios(table: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """log m - log p of a step's tokens: 0 of greedy requests, and behind the last token.
-
-    Args:
-        table: float32 `[batch, 2, width]`: see `StepCounters`.
-        temperature: `[batch]`; 0 is greedy.
-    """
+    """Returns log m - log p of a step's tokens, `[batch, K + 1]`; 0 if greedy or after the end."""
     return table[:, 0].nan_to_num(0.0).masked_fill(temperature[:, None] == 0, 0.0)
 
 
 def of_sampled(token_ids: torch.Tensor, ratios: torch.Tensor) -> torch.Tensor:
-    """What is added to logprobs, so that they are log m of the sampled token in every column.
-
-    Args:
-        token_ids: `[rows, columns]`, first the sampled token; the same one may come again.
-        ratios: `[rows]`: see `log_ratios`.
-    """
+    """Returns the log-ratios in the columns of the sampled token, which may occur twice, else 0."""
+    # token_ids: [num_rows, columns], the sampled token first. ratios: [num_rows].
     return torch.where(token_ids == token_ids[:, :1], ratios[:, None], 0.0)

@@ -1,7 +1,4 @@
-"""The table of all counters, and the layout of the counts.
-
-The layout, the metrics of Prometheus and the kernels' offsets follow from `COUNTERS`.
-"""
+"""Table of all counters, from which layout, kernel offsets and Prometheus metrics follow."""
 
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
@@ -9,30 +6,27 @@ from typing import Literal, NamedTuple
 from vllm_mars.kernels.budget import UNIT
 from vllm_mars.kernels.interface import REFUSALS
 
-# The most nats that a request of a bucket lost; those of one more lost more. Ray takes no 0.
+# Upper bounds of the loss buckets in nats; one more bucket is unbounded. Ray accepts no bound of 0.
 BUCKETS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-# What the reasons are called for which the rule was not applied, in the order of `REFUSALS`.
+# Metric labels, in the order of `REFUSALS`.
 REASONS = tuple(verdict.name.lower() for verdict in REFUSALS)
 
 
 class Counter(NamedTuple):
-    """What is counted under a name.
+    """One counter, or a vector of counters."""
 
-    Attributes:
-        metric: what Prometheus calls it; empty for what it is not told as it stands.
-        text: what Prometheus says it is.
-        by: what it has an entry for each of; nothing for a single one.
-        unit: of an entry.
-    """
-
+    # Prometheus name; empty if not exported directly
     metric: str = ""
+    # Prometheus help text
     text: str = ""
+    # Dimension of a vector
     by: Literal["", "position", "reason", "bucket"] = ""
+    # Factor from an entry to the metric's unit
     unit: float = 1.0
 
 
-# What lies behind a token that ends the request, or behind its last one, is left out, and all of a
-# step of a request that had ended before: asynchronous scheduling runs one.
+# Positions after the end of a request are not counted, nor is a whole step of a request that ended
+# before it, which asynchronous scheduling runs.
 COUNTERS = {
     "relaxed": Counter(
         "vllm:mars_relaxed_tokens",
@@ -44,7 +38,7 @@ COUNTERS = {
         "Draft positions looked at: up to and including the first rejected one, by position.",
         by="position",
     ),
-    # Draft tokens, as vLLM's own metric has them.
+    # Accepted draft tokens, as in vLLM's metric.
     "accepted": Counter(by="position"),
     "relaxable": Counter(
         "vllm:mars_relaxable_positions",
@@ -55,15 +49,15 @@ COUNTERS = {
         "Verified positions at which the rule was not applied, by what forbade it.",
         by="reason",
     ),
-    # Greedily z1 - z[x] of relaxed tokens, sampled KL(m || p) at each position looked at.
+    # Greedy: z1 - z[x] of relaxed tokens. Sampled: KL(m || p) at each verified position.
     "lost": Counter(
         "vllm:mars_lost_nats",
         "What answers lost, in nats: log-probability below the target's first choices where "
         "requests are greedy, KL(served || target) where they sample.",
         unit=UNIT,
     ),
-    # See `rules.naive`; of greedy requests the relaxed tokens. Of a probabilistic draft it can
-    # fall: m is below p where the draft is.
+    # Greedy: relaxed tokens. Sampled: the gain of `served_dist`, which can be below 0 with
+    # probabilistic drafts, because m can be below p.
     "gained": Counter(
         "vllm:mars_gained_acceptance",
         "What the rule added to the probability of acceptance at verified positions: draft tokens "
@@ -82,7 +76,7 @@ COUNTERS = {
         "By how much more probable, at the positions where it is below 0.",
         unit=UNIT,
     ),
-    # Requests that ended, and what they lost; together they are a histogram of Prometheus's.
+    # Ended requests and their loss; together they form one Prometheus histogram.
     "ended": Counter(by="bucket"),
     "ended_lost": Counter(
         "vllm:mars_request_lost_nats",
@@ -96,27 +90,22 @@ BY_POSITION = [name for name, counter in COUNTERS.items() if counter.by == "posi
 
 
 class CounterLayout:
-    """Which entries of `StepCounters.counts` count what: an attribute for each of `COUNTERS`, a
-    slice.
-
-    Args:
-        num_speculative_tokens: K, the longest draft of the engine.
-
-    Attributes:
-        size: of the counts.
-    """
+    """Layout of `StepCounters.counts`: each name in `COUNTERS` is an attribute, a slice of it."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
-        self.num_speculative_tokens, self.size = num_speculative_tokens, 0
+        self.num_speculative_tokens = num_speculative_tokens
+        # Number of entries of the counts.
+        self.size = 0
         self._entries: dict[str, slice] = {}
-        # Those by position first: behind them, each counter has the same place for all K.
+        # Counters by position come first, so that all others have offsets that depend on K only
+        # by a common shift.
         for name in (*BY_POSITION, *(name for name in COUNTERS if name not in BY_POSITION)):
             size = _SIZES.get(COUNTERS[name].by, num_speculative_tokens)
             self._entries[name] = slice(self.size, self.size + size)
             self.size += size
 
     def __getattr__(self, name: str) -> slice:
-        # Before there are any, a copy asks for special methods.
+        # `copy` looks special methods up before `_entries` is set.
         entries: dict[str, slice] = self.__dict__.get("_entries", {})
         if name not in entries:
             raise AttributeError(name)
@@ -129,6 +118,6 @@ def _counter_offsets() -> SimpleNamespace:
     return SimpleNamespace(**offsets | {name: n for n, name in enumerate(BY_POSITION)})
 
 
-# Where a kernel finds a counter: the first entry, behind those of counters by position; of these
-# the number, for each has K entries.
+# Offsets for kernels. Counter number n by position starts at n * K; any other counter's offset is
+# relative to the end of these, len(BY_POSITION) * K.
 COUNTER_OFFSETS = _counter_offsets()

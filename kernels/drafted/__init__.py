@@ -1,1 +1,1 @@
-"""The tokens of the draft so far, which penalties count."""
+"""Counts of the tokens drafted so far, for penalties."""

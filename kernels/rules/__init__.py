@@ -1,9 +1,7 @@
-"""The rules: what verification accepts beside the target's own choice.
+"""Rules by which verification accepts draft tokens that are not the target's choice.
 
-A rule is a value. `RULES` lists all of them; options, samplers, kernels and the laboratory read the
-table, and nothing else names a rule. Its functions stand in `naive/NAME.py` in plain Python, which
-is the definition, and in `fused/NAME.py` for Triton, function by function. Nothing of these is
-imported before it is needed.
+`RULES` is the only place that names them. The functions of a rule are in `naive/NAME.py`, which is
+the definition, and in `fused/NAME.py` for Triton; both are imported on first use.
 """
 
 import functools
@@ -20,28 +18,22 @@ if TYPE_CHECKING:
 
 
 class Needs(NamedTuple):
-    """What a rule reads of a row of logits beside the first choice and the draft token's logit.
+    """Row statistics that a rule needs besides the argmax and the draft token's logit."""
 
-    Attributes:
-        second: the second largest logit.
-        sums: the sum of exponentials and its first moment, which give log p and the entropy; they
-            are there for each rule where requests sample.
-    """
-
+    # Second largest logit
     second: bool = False
+    # Sum of exponentials and its first moment, for log p and entropy; always there if sampled
     sums: bool = False
 
 
 class Plain(Protocol):
-    """The functions of a rule in plain Python.
-
-    `greedy` gives the verdicts at the positions of a greedy request's draft, `sampled` what is
-    decided at those of a request that samples, whose draft is not drawn.
-    """
+    """Functions of a rule in plain Python, for the draft in rows `begin` to `end`."""
 
     def greedy(
         self, rows: "Rows", begin: int, end: int, budget: "LossBudget"
     ) -> "list[Verdict]": ...
+
+    # For fixed drafts only.
 
     def sampled(
         self, rows: "Rows", begin: int, end: int, budget: "LossBudget"
@@ -49,48 +41,41 @@ class Plain(Protocol):
 
 
 class Rule(NamedTuple):
-    """A rule.
+    """Rule with one value, which sets how much it relaxes."""
 
-    Attributes:
-        name: by which options, modules and tables name it.
-        strict: the value at which it relaxes nothing, which is one end of its range.
-        most: its largest value. The other end is 0, which is outside where it is not strict.
-        in_nats: whether the value is a number of nats per token, which a record holds in units;
-            else it is a float32.
-        outright: whether the rule accepts a token outright where its request samples, too. It keeps
-            no promise about what else the target gives weight: no token keeps its probability,
-            nothing guards against repetition, and drafts cannot be drawn.
-        needs: what it reads of each row.
-    """
-
+    # Name in options, modules and tables
     name: str
+    # Value at which the rule relaxes nothing: one end of its range
     strict: float
+    # Largest value. The smallest is 0, which is excluded unless it is strict.
     most: int
+    # Whether the value is in nats per token, and so encoded in units; else it is a float32
     in_nats: bool
+    # Whether the rule also accepts tokens with certainty in sampled requests. Then no token is
+    # preserved, repetition is not prevented, and drafts must be fixed.
     outright: bool
     needs: Needs = Needs()
 
     @property
     def option(self) -> str:
-        """The user's option for its value."""
+        """Name of the user's option for the value."""
         return f"mars_{self.name}"
 
     @property
     def plain(self) -> Plain:
-        """Its functions in plain Python."""
         return cast(Plain, _module(f"naive.{self.name}"))
 
     @property
     def jitted(self) -> Any:
-        """The same in Triton: see `rules.fused`."""
+        """Functions of the rule in Triton: see `rules.fused`."""
         return _module(f"fused.{self.name}")
 
     def loosest(self, values: Collection[float]) -> float:
-        """The value among these at which it relaxes most."""
+        """Returns the value that relaxes most."""
         return min(values) if self.strict else max(values)
 
     def is_looser(self, value: float, other: float) -> bool:
-        """Whether it relaxes more at a value than at another."""
+        """Whether a value relaxes more than another."""
         return self.loosest((value, other)) != other
 
 
@@ -99,9 +84,8 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-# The paper's: a runner-up is accepted where z2 > theta * z1.
+# The rule of arXiv 2601.15498: the runner-up is accepted if z2 > theta * z1.
 THETA = Rule("theta", strict=1.0, most=1, in_nats=False, outright=True, needs=Needs(second=True))
-# A prefix of the draft is accepted that is worth most, at a price for each token gained. A bound on
-# the loss sets the value of this rule.
+# Accepts the prefix that maximizes price * length - loss. A bound on the loss sets the price.
 PRICE = Rule("price", strict=0.0, most=8192, in_nats=True, outright=False)
 RULES = {rule.name: rule for rule in (THETA, PRICE)}

@@ -1,1 +1,1 @@
-"""Verification as plain functions."""
+"""Public verification functions."""

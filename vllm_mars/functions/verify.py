@@ -1,4 +1,4 @@
-"""`verify_greedy`: argument checks, then the CPU's form of the rule or Triton's."""
+"""`verify_greedy`: checks arguments, then runs the CPU version or the Triton kernels."""
 
 from typing import Any
 
@@ -20,15 +20,8 @@ def check_tensor(
     device: torch.device,
     *shapes: tuple[int, ...],
 ) -> None:
-    """Raises ValueError unless a tensor is contiguous, on the device, and of a given kind.
-
-    Args:
-        name: how the error names it.
-        tensor: to check; its values are not read.
-        dtypes: one of which it must have.
-        device: of the logits.
-        shapes: one of which it must have; any if none is given.
-    """
+    """Raises ValueError if a tensor is not contiguous or has the wrong dtype, device or shape."""
+    # Without `shapes` any shape is allowed.
     if tensor.dtype not in dtypes:
         raise ValueError(
             f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(map(str, dtypes))}."
@@ -48,7 +41,7 @@ def check_tensor(
 
 
 def _check_rows(logits: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> None:
-    """Checks all but a tensor's values, since to read them would wait for the device."""
+    """Checks everything except values, which would wait for the device."""
     if logits.ndim != 2:
         raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
     check_tensor("logits", logits[:0], _LOGIT_DTYPES, logits.device)
@@ -67,7 +60,7 @@ def _check_rows(logits: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> 
     if logits.shape[0] != ids.shape[0] + ends.shape[0]:
         raise ValueError(
             f"logits has {logits.shape[0]} rows for {ids.shape[0]} draft tokens of {ends.shape[0]} "
-            "requests; give one row for each draft token, and one behind each request's draft."
+            "requests; give one row for each draft token, and one after each request's draft."
         )
 
 
@@ -83,34 +76,30 @@ def verify_greedy(
 ) -> VerifyOutput:
     """Verifies a batch of greedy drafts by the margin-aware rule.
 
-    A draft token is accepted if it is the row's argmax, or if it is the runner-up and the margin is
-    small: `z2 > theta * z1` and `z1 > 0`, neither token protected. The first
-    position that is not accepted emits the argmax and ends the request's output; if all are
-    accepted the argmax behind them, the bonus token, follows.
+    With theta, a draft token is accepted if it is the row's argmax, or if it is the runner-up,
+    `z2 > theta * z1` and `z1 > 0`, and neither token is protected. The first rejected position
+    emits the argmax; if no token is rejected, the argmax of the last row is the bonus token.
 
-    With a price, tokens of any rank may be accepted. They lose `r = z1 - z[x]` nats against the
-    first choice; of all places where the step may end, it ends where `price` times the number of
-    accepted drafts, less what they lose, is largest (docs/rule.md).
+    With a price, tokens of any rank may be accepted, at a loss of `z1 - z[x]` nats. The accepted
+    prefix is the one with the largest price * length - loss (docs/rule.md).
 
-    On an accelerator it is the fused Triton kernel, which has one workspace for each device, so
-    calls on different streams of a device must not overlap.
+    On a GPU, each device has one workspace, so calls on different streams must not overlap.
 
     Args:
-        logits: `[num_draft + batch, vocab]` float32, bfloat16 or float16, any row stride: of each
-            request the rows of its draft tokens, then the row behind them. All other tensors are
+        logits: `[num_draft + batch, vocab]` float32, bfloat16 or float16, any row stride: for each
+            request the rows of its draft tokens, then its bonus row. All other tensors must be
             contiguous.
-        draft_token_ids: `[num_draft]` int32 or int64; an id outside [0, vocab), such as the padding
-            -1, is always rejected.
-        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of the requests' draft lengths
-            (the convention of vLLM); a request may have none.
-        theta: float in (0, 1] or float32 `[batch]`; exactly one of theta and price is given.
-            1 is strict; near 0 every runner-up with a positive logit is accepted. A tensor's values
-            are not checked.
-        price: nats per token gained, float >= 0 or float32 `[batch]`; 0 is strict, and a larger
-            price never accepts fewer drafts.
-        protected: bool `[vocab]`; tokens at which the rule stays strict.
-        max_draft_len: longest draft of a request, which sets the output's width. Default: read from
-            `cu_num_draft_tokens`, which waits for the device; give it in a serving loop.
+        draft_token_ids: `[num_draft]` int32 or int64; ids outside [0, vocab), such as the padding
+            -1, are always rejected.
+        cu_num_draft_tokens: `[batch]` int32, inclusive prefix sum of draft lengths, as in vLLM; a
+            length may be 0.
+        theta: float in (0, 1] or float32 `[batch]`; give either theta or price. 1 is strict; near
+            0 every runner-up with a positive logit is accepted. Values of a tensor are not checked.
+        price: nats per token gained, float >= 0 or float32 `[batch]`. 0 is strict; a larger price
+            never accepts fewer tokens.
+        protected: bool `[vocab]`; the rule is strict at these tokens.
+        max_draft_len: upper bound on draft length, which sets the output's width. By default it is
+            read from `cu_num_draft_tokens`, which waits for the device: pass it in a serving loop.
 
     Returns:
         A `VerifyOutput`; `output_token_ids` is -1 after the last emitted token.
@@ -118,10 +107,12 @@ def verify_greedy(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value; the message names it.
 
-    Source: arXiv 2601.15498. Deviation: outside the top 2 its research code rejects, here the token
-    still gets the strict test, so acceptance is never below strict.
+    Source: arXiv 2601.15498. Unlike its code, a token outside the top 2 still gets the strict test,
+    so that acceptance is never below strict.
     """
-    device, ids, ends = logits.device, draft_token_ids, cu_num_draft_tokens
+    ids = draft_token_ids
+    ends = cu_num_draft_tokens
+    device = logits.device
     _check_rows(logits, ids, ends)
     batch = ends.shape[0]
     rule, value = _only_one(theta=theta, price=price)
@@ -140,17 +131,26 @@ def verify_greedy(
     records.rate.fill_(NO_BOUND)
     records.max_tokens.fill_(2**31 - 1)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
-    # Greedy requests look at the mask alone.
-    preserved = None if protected is None else Protected(protected, slots[:0], 0)
+    # Greedy requests read only the mask.
+    preserved = None if protected is None else Protected(mask=protected, ids=slots[:0], num_ids=0)
     engine_params = EngineParams(rule, preserved)
-    # A request's rows follow those of the requests before it, each with one behind its draft.
+    # Row of each draft token: its index plus one bonus row per earlier request.
     positions = torch.arange(ids.shape[0], dtype=torch.int32, device=device)
     rows = positions + torch.searchsorted(ends, positions, right=True)
-    none = torch.zeros_like(slots)
-    # The input of a request's first row is no draft token.
-    inputs = ids.new_full((logits.shape[0],), -1)
-    inputs[rows + 1] = ids
-    step = VerifyInputs(logits, inputs, ends + slots + 1, records, slots, none, none, max_draft_len)
+    zeros = torch.zeros_like(slots)
+    # Entry i + 1 is row i's draft token; a request's first entry is -1, no last token.
+    input_ids = ids.new_full((logits.shape[0],), -1)
+    input_ids[rows + 1] = ids
+    step = VerifyInputs(
+        logits=logits,
+        input_ids=input_ids,
+        cu_num_logits=ends + slots + 1,
+        records=records,
+        slots=slots,
+        total_len=zeros,
+        prompt_len=zeros,
+        num_speculative_tokens=max_draft_len,
+    )
     if device.type == "cpu":
         from vllm_mars.kernels import reference
 
@@ -161,9 +161,11 @@ def verify_greedy(
     return output._replace(output_token_ids=output.output_token_ids.int())
 
 
-def _only_one(**given: Any) -> tuple[Rule, Any]:
-    named = [(RULES[name], value) for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        what = " and ".join(f"{rule.name}={value}" for rule, value in named) or "none of them"
-        raise ValueError(f"Exactly one of {' and '.join(given)} names the rule; {what} is given.")
-    return named[0]
+def _only_one(**options: Any) -> tuple[Rule, Any]:
+    """Returns the rule whose option is not None, and its value."""
+    chosen = [(RULES[name], value) for name, value in options.items() if value is not None]
+    if len(chosen) != 1:
+        listed = " and ".join(f"{rule.name}={value}" for rule, value in chosen) or "none of them"
+        names = " and ".join(options)
+        raise ValueError(f"Exactly one of {names} names the rule; {listed} is given.")
+    return chosen[0]

@@ -1,16 +1,21 @@
-"""The rules in Triton, function by function as `rules.naive` has them, for one request of a step.
+"""Rules in Triton, for the rows of one request."""
 
-`accept_kernel` gets the two functions of the engine's rule as constants:
-
-    greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS)    verdicts
-    sampled(rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS)
-        returns `served_dist.fused.RowDecisions`
-
-Here `splits` are the partial results of the rows, where these are, and of how many splits, of which
-a rule joins what it alone needs; `value` is the rule's as the record holds it, `remaining` what may
-be lost up to each position, in units, and `extendable` how many positions can be followed by a
-further token. Vectors have POSITIONS entries, one for each row of the request: its draft positions,
-then its bonus row, then padding. Nats are integers in units of 2**-LOSS_BITS where a name says
-units, or where they decide of a greedy request. Launched without fusion, so that products are
-rounded as in torch.
-"""
+# `accept_kernel` is compiled with two functions of the engine's rule:
+#
+#     greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS) -> verdicts
+#     sampled(rows, logprobs, splits, value, ...) -> `served_dist.fused.RowDecisions`
+#
+# Vectors are [POSITIONS]: a request's draft positions, then its bonus row, then padding.
+#
+# rows        `row_stats.combine.Rows`
+# logprobs    `row_stats.combine.DraftLogprobs`
+# splits      partial results of the rows, the rows, and the number of splits; a rule combines what
+#             only it needs
+# value       the rule's value as encoded in the record
+# remaining   budget up to each position, in units
+# extendable  number of leading draft positions after which another token may follow
+# offset      0 to POSITIONS - 1
+# length      number of draft positions
+#
+# Losses and prices of greedy requests are integers in units of 2**-LOSS_BITS nats. Launches switch
+# fusion off, so that products are rounded as in torch.

@@ -1,4 +1,4 @@
-"""What rules have in common that accept a token outright: `naive.outright` in Triton."""
+"""Rules that accept tokens outright: `naive.outright` in Triton."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,6 @@ from vllm_mars.kernels.served_dist.fused import RowDecisions
 
 @triton.jit
 def _judged(rows, is_accepted, loss, remaining, offset, length):
-    """Verdicts at what the rule accepts."""
     forbidden = forbids(rows, True)
     wants = is_accepted & (forbidden == 0)
     fits = fits_budget(wants, loss, remaining, offset, length)
@@ -21,7 +20,6 @@ def _judged(rows, is_accepted, loss, remaining, offset, length):
 
 @triton.jit
 def greedy(rows, is_accepted, remaining, offset, length):
-    """Verdicts of a greedy request."""
     is_first = (rows.draft >= 0) & (rows.draft == rows.argmax)
     is_other = is_accepted & (is_first == 0)
     verdict = _judged(rows, is_other, rows.loss, remaining, offset, length)
@@ -30,16 +28,18 @@ def greedy(rows, is_accepted, remaining, offset, length):
 
 @triton.jit
 def sampled(rows, logprobs, is_accepted, remaining, offset, length):
-    """What is decided where a request samples; of what is accepted the bias is infinite."""
+    # -log p(x), the loss of an accepted token
     cost = ceil_units(-logprobs.log_p)
     verdict = _judged(rows, is_accepted & logprobs.is_number, cost, remaining, offset, length)
     is_relaxed = verdict == C.VERDICT.RELAXED
+    # m(x) - p(x) = 1 - p(x)
     gained = ((1.0 - tl.exp(logprobs.log_p)) * C.PER_NAT + 0.5).to(tl.int64)
     return RowDecisions(
-        verdict,
-        tl.where(is_relaxed, C.INF, 0.0),
-        tl.where(is_relaxed, logprobs.log_p, 0.0),
-        tl.where(is_relaxed, cost, 0),
-        tl.where(is_relaxed, gained, 0),
-        tl.where(is_relaxed, -logprobs.log_p - logprobs.entropy, 0.0),
+        verdict=verdict,
+        bias=tl.where(is_relaxed, C.INF, 0.0),
+        log_z=tl.where(is_relaxed, logprobs.log_p, 0.0),
+        loss=tl.where(is_relaxed, cost, 0),
+        gained=tl.where(is_relaxed, gained, 0),
+        # -log p(x) - H(p)
+        drift=tl.where(is_relaxed, -logprobs.log_p - logprobs.entropy, 0.0),
     )

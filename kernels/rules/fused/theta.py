@@ -1,4 +1,4 @@
-"""The paper's rule: `naive.theta` in Triton."""
+"""Margin rule: `naive.theta` in Triton."""
 
 import triton
 import triton.language as tl
@@ -8,16 +8,16 @@ from vllm_mars.kernels.rules.fused import outright
 
 @triton.jit
 def _accepts(rows, value):
-    # The record holds by how much its bits are below those of 1.
+    # The record holds the float32 steps from theta to 1.
     theta = (0x3F800000 - value).to(tl.int32).to(tl.float32, bitcast=True)
     theta += tl.zeros_like(rows.first)
-    small = (rows.second > theta * rows.first) & ((theta == 1.0) | (rows.first > 0.0))
-    return small & (rows.draft >= 0) & (rows.logit >= rows.second)
+    # z2 > theta * z1 and z1 > 0
+    is_close = (rows.second > theta * rows.first) & ((theta == 1.0) | (rows.first > 0.0))
+    return is_close & (rows.draft >= 0) & (rows.logit >= rows.second)
 
 
 @triton.jit
 def greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr):
-    """Verdicts of a greedy request."""
     return outright.greedy(rows, _accepts(rows, value), remaining, offset, length)
 
 
@@ -25,5 +25,4 @@ def greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS: t
 def sampled(
     rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr
 ):
-    """What is decided where a request samples."""
     return outright.sampled(rows, logprobs, _accepts(rows, value), remaining, offset, length)

@@ -1,14 +1,6 @@
-"""The paper's rule: a runner-up is accepted where the margin to the first choice is small.
+"""Margin rule of arXiv 2601.15498: x is accepted if it is in the top 2, z2 > theta * z1 and z1 > 0.
 
-    accepts    x is one of the two largest, z2 > theta * z1, and z1 > 0
-
-At theta 1 nothing is; near 0 every runner-up with a positive first choice. z2 is never computed:
-with "larger" the number of logits above a pivot, that is so if
-
-    x is not the first choice:  z[x] > theta * z1  and  larger(z[x]) <= 1    (z[x] is z2, or ties)
-    x is the first choice:      larger(theta * z1) >= 2                      (z1 and z2 are above)
-
-Source: arXiv 2601.15498.
+At theta 1 nothing is relaxed; near 0 every runner-up is accepted if z1 > 0.
 """
 
 from functools import partial
@@ -22,17 +14,21 @@ from vllm_mars.kernels.rules.naive import outright
 
 
 def accepts(rows: Rows, i: int, value: int) -> bool:
-    """Whether the margin accepts the draft token of a row."""
-    draft, argmax, row = rows.draft[i], rows.argmax[i], rows.logits[i]
+    """Whether the rule accepts the draft token of a row, without computing z2."""
+    draft = rows.draft[i]
+    argmax = rows.argmax[i]
+    logits = rows.logits[i]
     if draft < 0:
         return False
-    theta, first, logit = decode_value(THETA, value), row[argmax], row[draft]
-    least = theta * first
-    if not (logit > least and (theta == 1 or first > 0)):
+    theta = decode_value(THETA, value)
+    threshold = theta * logits[argmax]
+    if not (logits[draft] > threshold and (theta == 1 or logits[argmax] > 0)):
         return False
     if draft == argmax:
-        return bool(np.count_nonzero(row > least) >= 2)
-    return bool(np.count_nonzero(row > logit) <= 1)
+        # z1 and z2 are above.
+        return bool(np.count_nonzero(logits > threshold) >= 2)
+    # z[x] is z2, or a tie.
+    return bool(np.count_nonzero(logits > logits[draft]) <= 1)
 
 
 greedy = partial(outright.greedy, accepts=accepts)
