@@ -1,4 +1,4 @@
-"""The record of a request that enters the batch: see `vllm_mars.kernels.interface.Column`."""
+"""Record of a request that enters the batch: see `vllm_mars.kernels.interface.Column`."""
 
 import math
 from typing import TYPE_CHECKING
@@ -20,16 +20,13 @@ def record_of(
     max_output_tokens: int,
     num_output_tokens: int = 0,
 ) -> list[int]:
-    """The record of a request, without what its tokens make of it.
+    """Builds a request's record, except the columns that depend on its tokens.
 
     Args:
-        options: what the request chose.
-        params: its parameters.
-        config: the server's options.
-        is_probabilistic: whether drafts are drawn where requests sample.
-        max_output_tokens: output tokens that the model's length leaves it.
-        num_output_tokens: that it comes with. What these lost is taken to be all that was allowed;
-            a caller that knows better writes it.
+        is_probabilistic: whether sampled requests have probabilistic drafts.
+        max_output_tokens: output tokens left by the model's maximum length.
+        num_output_tokens: output tokens that the request already has. They are assumed to have
+            lost their whole budget; a caller that knows the loss overwrites it.
     """
     rate = loss_rate(options.max_loss)
     record = [0] * RECORD_SIZE
