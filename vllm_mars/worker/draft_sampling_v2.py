@@ -9,15 +9,6 @@ vLLM's speculators let a `draft_watermarker` sample if there is one. MARS refuse
 twice, without and with it, so that a batch without such parameters launches the same kernels.
 """
 
-# Launches of a draft step with parameters, besides the sampling, for rows [n, V]:
-#
-#     slots and parameters of the rows          2, a few numbers
-#     drafted tokens added to and removed       2, a few numbers
-#     vLLM's penalties                          1; logits and counts of rows with penalties
-#     logits / temperature                      1, float32
-#     vLLM's top-k and top-p                    2, or 9 up to 64 rows
-#     masking the logits                        2
-
 import contextlib
 import inspect
 from collections.abc import Iterator
@@ -47,11 +38,6 @@ _PREFIX = "vllm_mars_with_parameters_"
 def wrap_speculator(runner: Any, config: MarsConfig, requests: RequestsV2) -> bool:
     """Makes a V2 runner's speculator use its requests' sampling parameters.
 
-    vLLM seeds drafts by request and position. In block verification acceptance depends on the
-    random numbers of all positions, so the next step must not reuse those of rejected ones. If vLLM
-    does not ensure that, each step gives the speculator new seeds. This wraps `propose`, which
-    copies temperatures and seeds to the inputs of its CUDA graphs.
-
     Returns:
         Whether each step must give the drafter new seeds.
 
@@ -63,7 +49,10 @@ def wrap_speculator(runner: Any, config: MarsConfig, requests: RequestsV2) -> bo
     is_scaled = scales_temperature(is_probabilistic, speculator, config)
     if not is_probabilistic:
         return False
+    # vLLM seeds drafts by request and position. In block verification acceptance depends on the
+    # random numbers of all positions, so the next step must not reuse those of rejected ones.
     seeds_change = not draws_anew()
+    # Copies temperatures and seeds to the inputs of the draft's CUDA graphs.
     propose = speculator.propose
     parameters = list(inspect.signature(propose).parameters)
     # Positions of the arguments that are replaced.
@@ -162,28 +151,31 @@ class DraftSampler:
 
     def sample(
         self,
+        # [rows, vocab], modified in place
         logits: torch.Tensor,
+        # [rows], slots, or -1
         idx_mapping: torch.Tensor,
         *args: Any,
+        # Draft step; a scalar, or [rows] if a request's tokens are sampled in parallel.
         logits_cache_col: torch.Tensor,
+        # Tokens per request that are sampled in parallel.
         num_steps: int = 1,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Samples draft tokens, as vLLM's `DraftWatermarker.sample` and `gumbel_sample`.
-
-        Args:
-            logits: `[rows, vocab]`, modified in place.
-            idx_mapping: slot of each row, or -1.
-            logits_cache_col: draft step, a scalar or `[rows]`.
-            num_steps: tokens per request that are sampled in parallel.
-            args, kwargs: further arguments of `gumbel_sample`.
-        """
+        """Samples draft tokens, as vLLM's `DraftWatermarker.sample` and `gumbel_sample`."""
         self._apply_parameters(logits, idx_mapping.contiguous(), logits_cache_col)
         token_ids: torch.Tensor = gumbel_sample(
             logits, idx_mapping, *args, logits_cache_col=logits_cache_col, **kwargs
         )
         return token_ids
 
+    # Launches, and what they move, for logits [n, V]:
+    #     slots and parameters of the rows        2, a few numbers
+    #     counting and uncounting drafted tokens  2, a few numbers
+    #     vLLM's penalties                        1, logits and counts of rows with penalties
+    #     logits / temperature                    1, float32
+    #     vLLM's top-k and top-p                  2, or 9 up to 64 rows
+    #     masking the logits                      2
     def _apply_parameters(
         self, logits: torch.Tensor, slots: torch.Tensor, step: torch.Tensor
     ) -> None:

@@ -49,10 +49,6 @@ class _Request:
 class RequestsV1(LogitsProcessor):
     """Tracks the batch as a logits processor that changes no logits.
 
-    It is registered as argmax-invariant, so that a plain greedy batch remains one. A request is
-    remembered until it ends, since the runner removes it from the batch in each step that does not
-    schedule it.
-
     Args:
         request_ids: returns the ids of the batch's requests, by batch index.
         unfinished: returns the ids of all requests that have not ended.
@@ -79,7 +75,8 @@ class RequestsV1(LogitsProcessor):
         self._tracker = MarkerTracker(config)
         # By batch index; vLLM's dummy runs use indices without a request.
         self._requests: dict[int, _Request] = {}
-        # By id, including requests that are out of the batch.
+        # By id, until a request ends: the runner removes it from the batch in each step that does
+        # not schedule it.
         self._known: dict[str, _Request] = {}
         # The last slot serves indices without a request.
         self._records = Records.new(max_num_reqs + 1, torch.device("cpu"))
@@ -92,15 +89,13 @@ class RequestsV1(LogitsProcessor):
         self._has_returns = False
 
     def is_argmax_invariant(self) -> bool:
-        """Returns True, since no logits change."""
+        # A plain greedy batch remains one.
         return True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits unchanged."""
         return logits
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Updates the requests that were added, removed or moved."""
         if not batch_update:
             return
         before = list(self._requests.values())
@@ -163,17 +158,13 @@ class RequestsV1(LogitsProcessor):
 
     def step(
         self,
+        # [num_rows, vocab]; for each request its draft rows, then its bonus row
         logits: torch.Tensor,
+        # Draft tokens of the batch's first requests.
         drafts: Sequence[Sequence[int]],
         num_speculative_tokens: int,
     ) -> tuple[VerifyInputs, CpuConstraints | None]:
-        """Builds the inputs of a step, with constraints if any option depends on the text.
-
-        Args:
-            logits: `[num_rows, vocab]`, for each request its draft rows, then its bonus row.
-            drafts: draft tokens of the batch's first requests.
-            num_speculative_tokens: see `VerifyInputs`.
-        """
+        """Builds the inputs of a step, with constraints if any option depends on the text."""
         batch = len(drafts)
         requests = [self._request_at(req_idx) for req_idx in range(batch)]
         for request in requests:

@@ -208,7 +208,6 @@ class RequestsV2(LogitsProcessor):
 
     @cached_property
     def records(self) -> Records:
-        """Records of all slots."""
         return Records(self._staged.gpu)
 
     @cached_property
@@ -228,7 +227,6 @@ class RequestsV2(LogitsProcessor):
 
     @property
     def draft_parameters(self) -> DraftParameters:
-        """Sampling parameters of the next drafts."""
         return DraftParameters(self._parameters.gpu, *self._parameters.gpu)
 
     def _by_slot(self, dtype: torch.dtype) -> StagedWriteTensor:
@@ -310,7 +308,6 @@ class RequestsV2(LogitsProcessor):
         return False
 
     def apply_staged_writes(self) -> None:
-        """Copies staged values to the device."""
         self._staged.apply_write()
         if self._is_probabilistic:
             self._draft_temperature.apply_write()
@@ -325,13 +322,7 @@ class RequestsV2(LogitsProcessor):
     def leave(
         self, preempted: Collection[str], finished: Collection[str], counters: Counters
     ) -> None:
-        """Saves the losses of preempted requests and counts those of finished ones.
-
-        Args:
-            preempted: ids of requests that leave their slots and will resume.
-            finished: ids of requests that have ended.
-            counters: updated.
-        """
+        """Saves the losses of preempted requests, and counts those of finished ones, by id."""
         for req_id in preempted:
             if (slot := self._slots.pop(req_id, None)) is not None:
                 self._preempted_lost[req_id] = self.records.lost[slot].clone()
@@ -356,7 +347,6 @@ class RequestsV2(LogitsProcessor):
             self._lost.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Returns the logits unchanged."""
         return logits
 
     def features(self, idx_mapping_np: np.ndarray) -> int:
@@ -369,13 +359,11 @@ class RequestsV2(LogitsProcessor):
         input_ids: torch.Tensor,
         cu_num_logits: torch.Tensor,
         slots: torch.Tensor,
+        # [S], float32; the others are as in `VerifyInputs`.
         temperature: torch.Tensor,
         num_speculative_tokens: int,
     ) -> tuple[VerifyInputs, Constraints | None]:
-        """Builds the inputs of a step, with constraints if any option depends on the text.
-
-        Arguments are as in `VerifyInputs`; the temperature is float32 `[S]`.
-        """
+        """Builds the inputs of a step, with constraints if any option depends on the text."""
         states = self._req_states
         step = VerifyInputs(
             logits=logits,

@@ -61,20 +61,15 @@ class MarsRejectionSampler(RejectionSampler):
     def forward(
         self,
         metadata: SpecDecodeMetadata,
+        # [num_draft, vocab], float32; None for fixed drafts
         draft_probs: torch.Tensor | None,
+        # [num_draft + batch, vocab], raw target logits
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
         """Verifies one step's drafts, as vLLM's `RejectionSampler.forward`.
 
-        Args:
-            metadata: draft tokens and row indices of the step.
-            draft_probs: float32 `[num_draft, vocab]`, or None for fixed drafts.
-            logits: raw target logits `[num_draft + batch, vocab]`.
-            sampling_metadata: the requests' sampling parameters.
-
-        Returns:
-            Token ids, int32 `[batch, max_spec_len + 1]`, padded with -1, and the logprobs.
+        `sampled_token_ids` is int32 `[batch, max_spec_len + 1]`, padded with -1.
         """
         is_greedy = sampling_metadata.all_greedy
         leaves_rows = leaves_logits(sampling_metadata)
@@ -139,23 +134,19 @@ class MarsRejectionSampler(RejectionSampler):
 
     def _logprobs(
         self,
+        # [num_logits, vocab], float32
         rows: torch.Tensor,
+        # [batch], first row of each request
         first_rows: torch.Tensor,
+        # [batch, width], padded with -1
         output_token_ids: torch.Tensor,
         sampling_metadata: SamplingMetadata,
+        # [batch, >= width], log m - log p of each token
         ratios: torch.Tensor | None,
     ) -> LogprobsTensors:
-        """Computes the logprobs of a step, including `logprob_token_ids`, at which vLLM fails.
+        """Computes logprobs `[batch * width, 1 + columns]`, the sampled token's first.
 
-        Args:
-            rows: float32 `[num_logits, vocab]`.
-            first_rows: first row of each request, `[batch]`.
-            output_token_ids: `[batch, width]`, padded with -1.
-            sampling_metadata: the requested logprobs.
-            ratios: log m - log p of each token, `[batch, >= width]`, or None.
-
-        Returns:
-            Logprobs `[batch * width, 1 + columns]`; the first column is the sampled token's.
+        They include `logprob_token_ids`, at which vLLM's method fails.
         """
         width = output_token_ids.shape[1]
         row_indices = first_rows[:, None] + torch.arange(width, device=rows.device)
@@ -215,18 +206,16 @@ class MarsRejectionSampler(RejectionSampler):
         vocab: int,
         draft_probs: torch.Tensor | None,
     ) -> CpuSamplingInputs:
-        """Draws the random numbers of a step.
-
-        Those of strict requests with fixed drafts are drawn as in vLLM's `rejection_sample`, so
-        that the same tokens are emitted. That takes an exponential number for each token of the
-        vocabulary, for all requests at once; other requests do not need them.
-        """
+        """Draws the random numbers of a step."""
         lengths = metadata.num_draft_tokens
         generators = sampling_metadata.generators
         device = metadata.draft_token_ids.device
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
         noise: dict[int, torch.Tensor] = {}
         is_strict = self.requests.is_strict(len(lengths))
+        # Strict requests with fixed drafts emit the same tokens as with vLLM's `rejection_sample`,
+        # which draws an exponential number for each token of the vocabulary, for all requests at
+        # once. Other requests do not need them.
         if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
@@ -269,13 +258,7 @@ def _is_idle(processor: Any) -> bool:
 
 
 def install(runner: Any, config: MarsConfig) -> None:
-    """Replaces the rejection sampler of a V1 model runner, which only the last pipeline stage has.
-
-    Raises:
-        RuntimeError: another extension has already replaced it, or the drafter does not support
-            the options.
-        NotImplementedError: the platform is not a CPU.
-    """
+    """Replaces the rejection sampler of a V1 runner, which only the last pipeline stage has."""
     vllm_sampler = getattr(runner, "rejection_sampler", None)
     if vllm_sampler is None:
         return

@@ -113,36 +113,30 @@ class MarsRejectionSamplerV2(RejectionSampler):
 
     def _verify(
         self,
+        # [num_logits, vocab]; for each request its draft rows, then its bonus row
         logits: torch.Tensor,
+        # [max_num_reqs, num_speculative_steps, vocab]
         draft_logits: torch.Tensor | None,
+        # [num_logits], input token of each row; entry i + 1 is row i's draft token
         draft_sampled: torch.Tensor,
+        # [num_logits], positions, which key each row's RNG
         pos: torch.Tensor,
+        # [num_reqs + 1], int32, exclusive prefix sum
         cu_num_logits: torch.Tensor,
+        # [num_reqs], slots
         idx_mapping: torch.Tensor,
+        # [num_reqs]
         idx_mapping_np: np.ndarray,
+        # [num_logits], slots
         expanded_idx_mapping: torch.Tensor,
+        # [num_logits], position within the request
         expanded_local_pos: torch.Tensor,
+        # [num_reqs]
         seq_lens_upper_bound_np: np.ndarray,
+        # [num_logits], `draft_sampled` with -1 for drafts that the grammar has not validated
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Verifies one chunk, as vLLM's `RejectionSampler._verify`.
-
-        Args:
-            logits: `[num_logits, vocab]`; for each request its draft rows, then its bonus row.
-            draft_logits: `[max_num_reqs, num_speculative_steps, vocab]` or None.
-            draft_sampled: input token of each row, `[num_logits]`; entry i + 1 is row i's draft.
-            pos: positions, which key each row's RNG, `[num_logits]`.
-            cu_num_logits: exclusive prefix sum, int32 `[num_reqs + 1]`.
-            idx_mapping: slot of each request, `[num_reqs]`.
-            idx_mapping_np: the same on the host.
-            expanded_idx_mapping: slot of each row, `[num_logits]`.
-            expanded_local_pos: position of each row within its request, `[num_logits]`.
-            seq_lens_upper_bound_np: `[num_reqs]` on the host.
-            verify_draft_sampled: `draft_sampled` with invalid drafts replaced: see `hooks.grammar`.
-
-        Returns:
-            Processed logits, tokens `[num_reqs, num_speculative_steps + 1]`, tokens per request.
-        """
+        """Verifies one chunk, as vLLM's `RejectionSampler._verify`."""
         if not self._is_warm:
             warm_up(
                 engine_params=self.engine_params,
@@ -214,6 +208,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self._slots = idx_mapping
         returns_ratios = samples and self.engine_params.config.logprobs == "sampled"
         self._table = step_counters.table if returns_ratios else None
+        # Tokens [num_reqs, num_speculative_steps + 1], and their number per request.
         return processed, output.output_token_ids, output.num_emitted
 
     def _get_logprobs_tensors(
@@ -225,13 +220,10 @@ class MarsRejectionSamplerV2(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> "LogprobsTensors | None":
-        """Computes the logprobs of the last verified chunk, as vLLM's method.
-
-        They include those of `logprob_token_ids`, which vLLM leaves out.
-        """
+        """Computes the logprobs of the last verified chunk, as vLLM's method."""
         logprobs: LogprobsTensors | None
         if self._num_named:
-            # As in vLLM's method.
+            # vLLM's method leaves these logprobs out; otherwise this is the same.
             tokens = sampled.new_zeros(logits.shape[0])
             _flatten_sampled_kernel[(len(num_sampled),)](
                 tokens,
@@ -287,9 +279,7 @@ def _shared(logits: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Te
 
 
 def install(runner: Any, config: MarsConfig) -> None:
-    """Replaces the rejection sampler of a V2 model runner, if it has one.
-
-    This runs after each loading of a model, since vLLM then builds new samplers.
+    """Replaces the rejection sampler of a V2 runner, if it has one, after a model was loaded.
 
     Raises:
         RuntimeError: the model or another extension has another rejection sampler, or the drafter

@@ -18,19 +18,14 @@ from vllm_mars.worker.engine_params import LazyEngineParams
 def warm_up(
     engine_params: LazyEngineParams,
     reports: StepReports,
+    # [num_rows, vocab]; only the dtype, width and stride are read
     logits: torch.Tensor,
+    # [max_num_reqs, K, vocab]; None for fixed drafts
     draft_logits: torch.Tensor | None,
     use_fp64: bool = False,
     pads_with_last_token: bool = False,
 ) -> None:
-    """Verifies one dummy request in each variant that the sampler reaches.
-
-    Args:
-        logits: `[num_rows, vocab]`, read only for its dtype, width and stride.
-        draft_logits: `[max_num_reqs, K, vocab]` of probabilistic drafts, else None.
-        use_fp64: whether resampling uses float64 noise.
-        pads_with_last_token: see `RequestsV2`.
-    """
+    """Verifies one dummy request in each variant that the sampler reaches."""
     device = logits.device
     zero = _ids(0, device)
     zero_int64 = zero.long()
