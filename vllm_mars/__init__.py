@@ -1,6 +1,6 @@
 """Margin-aware verification (MARS, arXiv 2601.15498) for vLLM's speculative decoding.
 
-Importing this package loads neither vllm nor triton; the public names are loaded on first use.
+Importing this package imports neither vllm nor triton; public names are imported on first use.
 """
 
 import importlib

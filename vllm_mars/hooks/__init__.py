@@ -1,1 +1,1 @@
-"""Where MARS enters vLLM."""
+"""Import hooks that add MARS to vLLM."""

@@ -1,4 +1,4 @@
-"""The options in vLLM's front end: taken out of the user's configuration, checked per request."""
+"""Options in vLLM's front end: extracted from the engine arguments, validated per request."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -27,17 +27,14 @@ _PROBABILISTIC = "probabilistic"
 
 
 def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
-    """Moves this project's options from the speculative config to `additional_config`.
+    """Moves the `mars_*` options from the speculative config to `additional_config`.
 
-    Args:
-        engine_args: vLLM's `EngineArgs`. Its `speculative_config` and `additional_config` are
-            replaced, not changed in place, and only if all checks pass.
-        model_config: the target model's configuration.
+    Both dicts of vLLM's `EngineArgs` are replaced, and only if all checks pass.
 
     Raises:
         ValueError: a bad option, or token ids outside the vocabulary.
-        NotImplementedError: MARS together with a feature that it cannot serve.
-        RuntimeError: an unsupported vLLM, or the environment forbids lossy verification.
+        NotImplementedError: a feature of vLLM that MARS cannot serve.
+        RuntimeError: an unsupported vLLM, or the lock forbids lossy verification.
     """
     config, speculative_config = split_speculative_config(engine_args.speculative_config)
     method = speculative_config.get("rejection_sample_method", "standard")
@@ -71,32 +68,28 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
 
 
 def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
-    """Has drafts drawn where they can be and the user has not said how, and logs how they are.
-
-    Such drafts verification accepts more of, at the same loss, where requests sample. Which method
-    drafts only vLLM's own configuration knows: it may follow from the draft model, or come from
-    `--spec-method`.
-
-    Args:
-        engine_args: vLLM's `EngineArgs`, after `extract_config`.
-        speculative_config: what vLLM has made of them.
+    """Makes drafts probabilistic if the drafter can and the user has not decided; logs the choice.
 
     Raises:
-        ValueError: a temperature for drafts that are not drawn, or drafts that cannot be, or not
-            with this rule.
-        NotImplementedError: a method that drafts nothing.
+        ValueError: a draft temperature for fixed drafts, or probabilistic drafts that the drafter
+            or the rule does not support.
+        NotImplementedError: the method drafts nothing.
     """
     config = config_of(engine_args)
     if config is None:
         return
     from vllm.logger import init_logger
 
+    # The method is known only after vLLM has built its config: it can depend on the draft model, or
+    # come from `--spec-method`.
     _check_drafts(config, speculative_config)
-    named = engine_args.speculative_config
-    is_drawable = can_draw(speculative_config)
-    if is_drawable and not config.rule.outright and "draft_sample_method" not in named:
-        # Also in what a second configuration of this engine would be made of.
-        named["draft_sample_method"] = speculative_config.draft_sample_method = _PROBABILISTIC
+    user_config = engine_args.speculative_config
+    supports_probabilistic = can_draw(speculative_config) and not config.rule.outright
+    # At the same loss, sampled requests accept more of probabilistic drafts.
+    if supports_probabilistic and "draft_sample_method" not in user_config:
+        speculative_config.draft_sample_method = _PROBABILISTIC
+        # vLLM may build a second config from the engine arguments.
+        user_config["draft_sample_method"] = _PROBABILISTIC
     is_probabilistic = speculative_config.draft_sample_method == _PROBABILISTIC
     if not is_probabilistic and config.draft_temperature is not None:
         raise ValueError(
@@ -104,32 +97,28 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
             "draft with a head or a draft model and mars_max_loss or mars_price, without "
             '"draft_sample_method": "greedy", or drop the option.'
         )
-    # vLLM verifies them against logits that nobody has written.
+    # vLLM would verify them against uninitialized logits.
     if is_probabilistic and drafts_first_choices(speculative_config):
         raise ValueError(
             "draft_sample_method='probabilistic' is given, but XPress drafts first choices; drop "
             "the option."
         )
-    how = "fixed"
+    kind = "fixed"
     if is_probabilistic:
-        how = 'probabilistic where requests sample ("draft_sample_method": "greedy" fixes them)'
-    elif is_drawable and not config.rule.outright:
-        how = (
+        kind = 'probabilistic where requests sample ("draft_sample_method": "greedy" fixes them)'
+    elif supports_probabilistic:
+        kind = (
             'fixed ("draft_sample_method": "probabilistic", the default, gains more where requests '
             "sample, at the same loss)"
         )
-    init_logger("vllm.vllm_mars.hooks.arguments").info("Drafts are %s.", how)
+    init_logger("vllm.vllm_mars.hooks.arguments").info("Drafts are %s.", kind)
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
-    """Refuses a request whose own options are bad or not allowed.
-
-    Args:
-        params: the request's parameters; those of a pooling request hold no options.
-        vllm_config: the server's configuration.
+    """Validates the options of a request; pooling requests have none.
 
     Raises:
-        VLLMValidationError: vLLM's error that the server answers with HTTP 400.
+        VLLMValidationError: a bad or forbidden option; the server responds with HTTP 400.
     """
     config = config_of(vllm_config) if getattr(params, "extra_args", None) else None
     if config is None:
@@ -175,10 +164,10 @@ def _refuse(what: str, reason: str, way_out: str) -> None:
 def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
     from vllm.platforms import current_platform
 
-    # A node with `--headless` cannot know what front end it gets.
-    if (given := os.environ.get("VLLM_USE_RUST_FRONTEND", "0")) != "0":
+    # Also checked with `--headless`, since such a node does not know its front end.
+    if (rust_frontend := os.environ.get("VLLM_USE_RUST_FRONTEND", "0")) != "0":
         _refuse(
-            f"VLLM_USE_RUST_FRONTEND={given}",
+            f"VLLM_USE_RUST_FRONTEND={rust_frontend}",
             "that front end does not check requests' own options, nor follow overrides",
             "unset the variable",
         )

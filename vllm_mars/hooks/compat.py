@@ -1,8 +1,8 @@
-"""Whether the installed vLLM has what this project hooks into.
+"""Checks at start that the installed vLLM has the interfaces that this project hooks into.
 
-Looked for is what would be missed late or in silence: a hook that never runs, an override that vLLM
-no longer calls, an argument in another place. Whatever else a release changes fails at start, or in
-`tests/conformance`. Nothing here runs while tokens are generated.
+They cover changes that would fail late or silently: a hook that never runs, an override that vLLM
+no longer calls, an argument at another position. Other changes of a release fail at start, or in
+`tests/conformance`.
 """
 
 import importlib.util
@@ -14,13 +14,13 @@ from typing import Any
 from vllm_mars.hooks.plugin import HOOKS
 from vllm_mars.releases import KNOWN
 
-# The part of a server that cuts drafts on the device.
+# An optional feature of vLLM, which truncates drafts on the device.
 ADAPTIVE = "adaptive verification"
-# How to do without a part that not every server has.
+# The option to drop if an optional part is missing.
 _DROP = {ADAPTIVE: "enable_adaptive_verification"}
 
-# By the part of a server in whose process they are: methods that are wrapped or read, and the first
-# parameters behind self, which are taken by their place; behind "..." those taken by name.
+# By part of a server: functions that are wrapped or called, with the parameters that are used: the
+# first ones after self, passed by position, and after "..." those passed by name.
 NEEDED: Mapping[str, Mapping[str, str]] = {
     "front end": {
         "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config",
@@ -37,8 +37,8 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.metrics.loggers:PrometheusStatLogger.record": "scheduler_stats",
     },
     "API server": {
-        f"vllm.entrypoints.{where}": parameters
-        for where, parameters in {
+        f"vllm.entrypoints.{method}": parameters
+        for method, parameters in {
             "openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
                 "request, result_generator"
             ),
@@ -105,7 +105,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         ),
         "vllm.v1.worker.gpu.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
     },
-    # What gives the lengths of cut drafts, and what learns from those that stay.
+    # The truncated lengths, and the estimator that learns from accepted drafts.
     ADAPTIVE: {
         f"vllm.v1.worker.gpu.spec_decode.{method}": parameters
         for method, parameters in {
@@ -118,7 +118,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         }.items()
     },
 }
-# Classes of ours, and the methods that vLLM calls instead of its own.
+# Our subclasses of vLLM's classes, and the methods that they override.
 _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "V1": {
         "vllm_mars.worker.requests_v1:RequestsV1": ("apply", "update_state"),
@@ -136,85 +136,86 @@ _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_interfaces(part: str) -> None:
-    """Refuses an installed vLLM that lacks what a part of a server needs.
-
-    Args:
-        part: a key of `NEEDED`; its modules are imported if they are not yet.
+    """Imports the modules of a part of a server, a key of `NEEDED`, and checks their interfaces.
 
     Raises:
-        RuntimeError: the message names all that is missing or has other parameters.
+        RuntimeError: something is missing or has other parameters; the message names all of it.
     """
-    if found := list(_differences(part)):
+    if differences := list(_differences(part)):
         import vllm
 
         way_out = f"Install a vLLM that it knows ({KNOWN}), look for a newer vllm-mars"
-        if all(module for _, module in found):
-            others = ", ".join(sorted({module for _, module in found}))
+        if all(module for _, module in differences):
+            others = ", ".join(sorted({module for _, module in differences}))
             way_out = f"Leave out the plugin that replaces vLLM's own there ({others})"
         drop = _DROP.get(part, "rejection_sample_method 'mars'")
         raise RuntimeError(
             f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({part}): "
-            f"{'; '.join(text for text, _ in found)}. {way_out}, or drop {drop}."
+            f"{'; '.join(text for text, _ in differences)}. {way_out}, or drop {drop}."
         )
 
 
 def check_options(runner: Any, _: object) -> None:
-    """`check_interfaces` of adaptive verification if the server of a V2 runner enables it."""
+    """Checks the interfaces of adaptive verification if a V2 runner's server enables it."""
     if runner.vllm_config.speculative_config.enable_adaptive_verification:
         check_interfaces(ADAPTIVE)
 
 
 def _differences(part: str) -> Iterator[tuple[str, str]]:
-    """What is missing or has other parameters, in words, and whose it is if it is not vLLM's."""
-    # A hook would never run if its module were gone.
+    """Yields a description of each difference and the plugin module that causes it, "" for vLLM."""
+    # If a module is gone its hook never runs.
     for module in HOOKS if part == "front end" else ():
         try:
-            is_there = importlib.util.find_spec(module) is not None
+            exists = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
-            is_there = False
-        if not is_there:
+            exists = False
+        if not exists:
             yield f"{module} is missing", ""
     for name, needed in NEEDED[part].items():
         try:
-            found = pkgutil.resolve_name(name)
+            function = pkgutil.resolve_name(name)
         except (ImportError, AttributeError) as error:
             yield f"{name} is missing ({error})", ""
             continue
-        if not _takes(found, needed):
-            given = ", ".join(_parameters(found))
-            yield f"{name} takes ({given}), but ({needed}) come first here", _owner(found)
+        if not _takes(function, needed):
+            actual = ", ".join(_parameters(function))
+            yield f"{name} takes ({actual}), but ({needed}) come first here", _owner(function)
     for name, methods in _OVERRIDES.get(part, {}).items():
         try:
             ours = pkgutil.resolve_name(name)
             for method in methods:
                 theirs = getattr(ours.__base__, method)
-                own, given = (
-                    ", ".join(_parameters(function)) for function in (getattr(ours, method), theirs)
-                )
-                if own != given and not _takes_anything(theirs):
-                    what = f"{ours.__base__.__name__}.{method}"
-                    yield f"{what} takes ({given}), but ({own}) here", _owner(theirs)
+                expected = ", ".join(_parameters(getattr(ours, method)))
+                actual = ", ".join(_parameters(theirs))
+                if expected != actual and not _takes_anything(theirs):
+                    full_name = f"{ours.__base__.__name__}.{method}"
+                    yield f"{full_name} takes ({actual}), but ({expected}) here", _owner(theirs)
         except (ImportError, AttributeError) as error:
             yield str(error), ""
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    found = inspect.signature(function).parameters
-    return {name: parameter for name, parameter in found.items() if name != "self"}
+    parameters = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
 
 def _takes(function: Any, needed: str) -> bool:
-    """Whether a function has the parameters of an entry of `NEEDED`, or may have them.
+    """Whether a function has the parameters of an entry of `NEEDED`.
 
-    Another plugin's wrapper that hands on whatever it gets hides vLLM's.
+    A wrapper of another plugin that passes on `*args` and `**kwargs` counts as having them.
     """
     first, _, last = needed.partition("...")
-    places, named = ([it for it in part.split(", ") if it] for part in (first, last))
-    found = _parameters(function)
-    by_place = [name for name, it in found.items() if it.kind <= it.POSITIONAL_OR_KEYWORD]
+    by_position = [name for name in first.split(", ") if name]
+    by_name = [name for name in last.split(", ") if name]
+    parameters = _parameters(function)
+    positional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
     if _takes_anything(function):
-        return by_place[: len(places)] == places[: len(by_place)]
-    return by_place[: len(places)] == places and found.keys() >= set(named)
+        return positional[: len(by_position)] == by_position[: len(positional)]
+    return positional[: len(by_position)] == by_position and parameters.keys() >= set(by_name)
 
 
 def _takes_anything(function: Any) -> bool:
@@ -223,6 +224,6 @@ def _takes_anything(function: Any) -> bool:
 
 
 def _owner(function: Any) -> str:
-    """The module that has put a function in the place of vLLM's; none if it is vLLM's own."""
+    """Module of a function that replaces vLLM's, or "" if it is vLLM's."""
     module = getattr(function, "__module__", None) or "an unknown module"
     return "" if module.partition(".")[0] == "vllm" else module

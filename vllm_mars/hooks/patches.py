@@ -1,7 +1,6 @@
-"""The hooks in vLLM's modules, which run when vLLM imports them.
+"""Hooks that run when vLLM imports a module, and wrap methods of its classes.
 
-Each wraps methods of a class. A wrapped method does what it did where MARS is not asked for.
-docs/coupling.md lists every hook with the reason and when it can go.
+Without MARS a wrapped method does what vLLM's does. docs/coupling.md lists all hooks.
 """
 
 import functools
@@ -20,7 +19,7 @@ Hook = Callable[[ModuleType], None]
 
 
 def _once(hook: Hook) -> Hook:
-    """A hook that patches a module once, however often it is registered."""
+    """Makes a hook patch its module only once, even if it is registered again."""
 
     @functools.wraps(hook)
     def patch(module: ModuleType) -> None:
@@ -30,7 +29,7 @@ def _once(hook: Hook) -> Hook:
         try:
             hook(module)
         except AttributeError as error:
-            # A server that does not ask for MARS goes on; one that does is refused by a check.
+            # Without MARS the server keeps running; with MARS `hooks.compat` refuses to start.
             from vllm.logger import init_logger
 
             init_logger("vllm.vllm_mars.hooks.patches").warning(
@@ -44,13 +43,12 @@ def _once(hook: Hook) -> Hook:
 
 
 def _after(module: ModuleType, method: str, *acts: str, needs: str = "") -> None:
-    """Wraps a method: vLLM's own call, and more behind it if the server asks for MARS.
+    """Wraps a method to call functions after it if the server uses MARS.
 
     Args:
-        module: of the class.
-        method: "Class.method"; its instances have a `vllm_config`.
-        acts: "module:function" each, called with the instance and the server's options.
-        needs: the part of a server whose interfaces are checked first.
+        method: "Class.method" of a class whose instances have a `vllm_config`.
+        acts: "module:function" each; called with the instance and the server's options.
+        needs: key of `hooks.compat.NEEDED` whose interfaces are checked first.
     """
 
     @wrapt.patch_function_wrapper(module, method)
@@ -67,11 +65,11 @@ def _after(module: ModuleType, method: str, *acts: str, needs: str = "") -> None
         return result
 
 
-# Why: vLLM knows a fixed set of rejection sample methods and its config classes forbid other
-# fields. Until: vLLM lets a plugin add a rejection sample method with options of its own.
+# Why: vLLM has a fixed set of rejection sample methods, and its config classes forbid extra fields.
+# Until: a plugin can add a rejection sample method with its options.
 @_once
 def patch_engine_args(module: ModuleType) -> None:
-    """Takes the options out of the engine's arguments, and has drafts drawn by default."""
+    """Extracts the options from the engine arguments, and makes drafts probabilistic by default."""
 
     @wrapt.patch_function_wrapper(module, "EngineArgs.from_cli_args")
     def from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -94,15 +92,12 @@ def patch_engine_args(module: ModuleType) -> None:
         return speculative_config
 
 
-# Why: a request's own options are checked where a bad value is that client's error 400; the V1
-# runner takes no logits processors beside speculation, whose validation hook would serve.
-# Until: vLLM lets a plugin validate `extra_args`.
+# Why: a bad per-request option must be that client's HTTP 400. The validation hook of logits
+# processors would do, but the V1 runner refuses custom ones with speculative decoding.
+# Until: a plugin can validate `extra_args`.
 @_once
 def patch_input_processor(module: ModuleType) -> None:
-    """Checks a request's own options when the front end validates its parameters.
-
-    What it hands to the engine is held to the overrides of whoever runs the server.
-    """
+    """Validates per-request options in the front end, and applies the operator's overrides."""
     _after(module, "InputProcessor.__init__", "vllm_mars.options.overrides:read_at_start")
 
     @wrapt.patch_function_wrapper(module, "InputProcessor._validate_params")
@@ -124,11 +119,11 @@ def patch_input_processor(module: ModuleType) -> None:
         return request
 
 
-# Why: the server answers a streaming request with status 200 before `_validate_params` sees it.
+# Why: the server sends status 200 for a streaming request before `_validate_params` runs.
 # Until: vLLM validates before it streams.
 @_once
 def patch_async_llm(module: ModuleType) -> None:
-    """Checks a request's own options before its answer begins."""
+    """Validates per-request options before the answer begins."""
 
     @wrapt.patch_function_wrapper(module, "AsyncLLM.generate")
     def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -139,11 +134,10 @@ def patch_async_llm(module: ModuleType) -> None:
         return wrapped(*args, **kwargs)
 
 
-# Why and until: as for `AsyncLLM`, of a response that streams, or that is made in the background
-# after it has been answered.
+# Why and until: as for `AsyncLLM`, for responses that stream or run in the background.
 @_once
 def patch_responses(module: ModuleType) -> None:
-    """Checks a request's own options before its response begins."""
+    """Validates per-request options before the response begins."""
 
     @wrapt.patch_function_wrapper(module, "OpenAIServingResponses._generate_with_builtin_tools")
     def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -153,12 +147,12 @@ def patch_responses(module: ModuleType) -> None:
         return wrapped(*args, **kwargs)
 
 
-# Why: vLLM carries a fixed set of statistics from the workers to the front end, and cuts drawn
-# drafts where a grammar forbids a token. Until: a worker can add to `SchedulerStats`; vLLM leaves
-# the length of a drawn draft alone.
+# Why: vLLM carries a fixed set of statistics from the workers to the front end, and truncates
+# probabilistic drafts if a grammar forbids a token.
+# Until: a worker can add to `SchedulerStats`, and vLLM no longer truncates these drafts.
 @_once
 def patch_scheduler(module: ModuleType) -> None:
-    """Passes the workers' counts and reports on, keeps drawn drafts."""
+    """Forwards the workers' counts and reports, and keeps forbidden draft tokens."""
     _after(
         module,
         "Scheduler.__init__",
@@ -169,37 +163,36 @@ def patch_scheduler(module: ModuleType) -> None:
     )
 
 
-# Why: the messages between vLLM's processes carry the fields of its dataclasses and nothing else.
-# Until: as for the scheduler.
+# Why: messages between vLLM's processes carry only the fields of its dataclasses.
+# Until: a worker can add to `SchedulerStats`.
 @_once
 def patch_stats(module: ModuleType) -> None:
-    """Gives the classes that cross the processes' border a field more."""
+    """Adds a field to the dataclasses that are sent between processes."""
     from vllm_mars.report.carrier import declare_fields
 
-    # For decoders, which are made later; without MARS the fields are never set and never sent.
+    # vLLM builds its decoders later. Without MARS the fields are never set and never sent.
     declare_fields(module)
 
 
-# Why: an `LLM` stops reading before the step without tokens that brings the last counts. Until: it
-# reads on until its engine is idle.
+# Why: an `LLM` stops reading before the step without tokens that carries the last counts.
+# Until: it reads until its engine is idle.
 @_once
 def patch_llm_engine(module: ModuleType) -> None:
-    """Has an `LLM` read all counts."""
     _after(module, "LLMEngine.__init__", "vllm_mars.report.metrics:drain_counts")
 
 
 # Why: vLLM sends a request's metrics with its last tokens, after a stop string has ended it.
-# Until: vLLM carries what a sampler adds to each step of a request.
+# Until: a sampler can add to each step's output of a request.
 @_once
 def patch_output_processor(module: ModuleType) -> None:
-    """Puts what the steps did to a request together in the front end."""
+    """Collects the per-step reports of a request in the front end."""
     from vllm_mars.report.answers import collect_rows
 
     collect_rows(module.RequestState)
 
 
 def _attach_reports(module: ModuleType, method: str) -> None:
-    """Adds the reports that requests ask for to what a method answers."""
+    """Adds the reports that requests ask for to a method's responses."""
     from vllm_mars.hooks.compat import NEEDED
 
     names = NEEDED["API server"][f"{module.__name__}:{method}"].split(", ")
@@ -211,11 +204,11 @@ def _attach_reports(module: ModuleType, method: str) -> None:
         return attach_reports(names, *call)
 
 
-# Why: vLLM's response has one place for metrics, and leaves it out where there are several choices.
-# Until: a choice has metrics of its own.
+# Why: vLLM's response has one field for metrics, and omits it if there are several choices.
+# Until: each choice has metrics.
 @_once
 def patch_chat(module: ModuleType) -> None:
-    """Adds the reports to chat completions, and has a server check all that it answers with."""
+    """Adds reports to chat completions, and checks the interfaces of the API server."""
 
     @wrapt.patch_function_wrapper(module, "OpenAIServingChat.__init__")
     def init_and_check(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -231,34 +224,28 @@ def patch_chat(module: ModuleType) -> None:
 
 @_once
 def patch_completions(module: ModuleType) -> None:
-    """Adds the reports to completions."""
     _attach_reports(module, "OpenAIServingCompletion.request_output_to_completion_response")
     _attach_reports(module, "OpenAIServingCompletion.completion_stream_generator")
 
 
-# Why: a stat logger plugin of vLLM's own kind would switch statistics on where they are off, and
-# its metrics are unregistered again when vLLM makes its own. Until: neither is so.
+# Why: a stat logger plugin would switch on statistics that are off, and vLLM unregisters its
+# metrics when it creates those of vLLM. Until: neither is the case.
 @_once
 def patch_stat_loggers(module: ModuleType) -> None:
-    """Exports and logs the counts."""
-    export, log = (f"vllm_mars.report.metrics:{name}" for name in ("add_metrics", "add_log_line"))
-    _after(module, "PrometheusStatLogger.__init__", export)
-    _after(module, "LoggingStatLogger.__init__", log)
+    _after(module, "PrometheusStatLogger.__init__", "vllm_mars.report.metrics:add_metrics")
+    _after(module, "LoggingStatLogger.__init__", "vllm_mars.report.metrics:add_log_line")
 
 
-# Why: the V1 runner names its rejection sampler class and offers no place for another.
-# Until: the V1 runner is gone, or asks the platform or a plugin for the class.
+# Why: the V1 runner's rejection sampler class is hard-coded.
+# Until: the V1 runner is gone, or gets the class from the platform or a plugin.
 @_once
 def patch_runner_v1(module: ModuleType) -> None:
-    """Replaces the rejection sampler of the V1 runner."""
     _after(module, "GPUModelRunner.__init__", "vllm_mars.worker.sampler_v1:install", needs="V1")
 
 
-# Why and until: as for V1. The V2 runner builds its samplers once the model is loaded.
+# Why and until: as for V1. The V2 runner builds its samplers after it has loaded the model.
 @_once
 def patch_runner_v2(module: ModuleType) -> None:
-    """Replaces the rejection sampler of the V2 runner."""
-    # The check comes before the model is loaded, which can take minutes.
-    check = "vllm_mars.hooks.compat:check_options"
-    _after(module, "GPUModelRunner.__init__", check, needs="V2")
+    # Checked here, since loading the model can take minutes.
+    _after(module, "GPUModelRunner.__init__", "vllm_mars.hooks.compat:check_options", needs="V2")
     _after(module, "GPUModelRunner.load_model", "vllm_mars.worker.sampler_v2:install")

@@ -1,8 +1,8 @@
-"""The options as they travel with vLLM's config, by pickle, to each of a server's processes.
+"""Options that travel by pickle with vLLM's config to each process of a server.
 
-vLLM skips a plugin that a machine lacks, and a rank there would silently verify strictly.
-Unpickling prevents that before a model is loaded: it registers the hooks, another version or a lock
-of that machine alone is an error, and a missing vllm_mars is Python's ModuleNotFoundError.
+vLLM skips a plugin that is not installed on a node, so ranks there would silently verify strictly.
+Instead, unpickling registers the hooks before a model is loaded, and fails if vllm_mars is missing
+(ModuleNotFoundError), has another version, or is locked only on that node.
 """
 
 import socket
@@ -15,19 +15,15 @@ from vllm_mars.options.lock import LOCK_VARIABLE, lock_is_on
 
 
 class PickledConfig(str):
-    """The options in vLLM's `additional_config`.
+    """Options in vLLM's `additional_config`.
 
-    vLLM hashes that as JSON for the key of its compile cache. As JSON this is a constant, since the
-    options change no graph: with another price the compiled model is found again.
-
-    Attributes:
-        config: the options.
+    vLLM hashes that dict as JSON into its compile cache key. As JSON this object is a constant,
+    since the options change no graph: the compiled model is reused if only the price differs.
     """
 
     config: MarsConfig
 
     def __new__(cls, config: MarsConfig) -> "PickledConfig":
-        """Carries these options."""
         carrier = super().__new__(cls, "margin-aware verification")
         carrier.config = config
         return carrier
@@ -37,16 +33,10 @@ class PickledConfig(str):
 
 
 def unpack(version: str, options: Mapping[str, Any], is_locked: bool) -> PickledConfig:
-    """What unpickling calls, in every process that the options reach by pickle.
-
-    Args:
-        version: the version that pickled the options.
-        options: the options as plain JSON.
-        is_locked: whether the lock was on where they were pickled.
+    """Rebuilds pickled options and registers the hooks.
 
     Raises:
-        RuntimeError: this process has another version of the extension, or a lock that would keep
-            requests strict here and nowhere else.
+        RuntimeError: the version that pickled them differs, or only this process is locked.
     """
     node = f"the node {socket.gethostname()}"
     if version != __version__:

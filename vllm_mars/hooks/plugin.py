@@ -1,15 +1,13 @@
-"""The plugin's table: which module of vLLM gets which hook.
+"""Table of import hooks, registered in each vLLM process before its worker class is imported.
 
-vLLM calls `register` in every process (API server, engine core, workers) before the worker class is
-imported. The hooks are text, so nothing of this package is imported until vLLM imports the module
-concerned; a process pays for nothing that it does not use.
+Hooks are strings, so their code is imported only in processes that import the hooked module.
 """
 
 from typing import Any
 
 import wrapt
 
-# Names that vLLM would report as unknown, or refuse.
+# Environment variables that vLLM would report as unknown or refuse.
 VARIABLES = (
     "VLLM_MARS_CACHE",
     "VLLM_MARS_LOCK",
@@ -34,13 +32,13 @@ HOOKS = {
 
 
 def add_variables(envs: Any) -> None:
-    """Adds `VARIABLES` to those that vLLM knows."""
+    """Adds `VARIABLES` to vLLM's known environment variables."""
     for name in VARIABLES:
-        # vLLM hashes values into the key of its compile cache, and none of these changes a model.
+        # vLLM hashes the values into its compile cache key, and no variable changes a model.
         envs.environment_variables[name] = lambda: None
 
 
 def register() -> None:
-    """Entry point in the group `vllm.general_plugins`; idempotent, silent, and cheap."""
+    """Entry point in the group `vllm.general_plugins`; idempotent and cheap."""
     for module, hook in HOOKS.items():
         wrapt.register_post_import_hook(hook, module)

@@ -1,1 +1,1 @@
-"""Inside vLLM's workers: the rejection samplers and what they verify with."""
+"""Rejection samplers in vLLM's workers, and their inputs."""

@@ -1,9 +1,8 @@
-"""What V1 draws probabilistic drafts from: their requests' sampling parameters and seeds.
+"""Samples V1's probabilistic drafts with their requests' sampling parameters and seeds.
 
-vLLM draws them by the temperature alone. Here they are drawn under penalties, top-k and top-p as
-well, for which the tokens of the draft so far count, and at a share of the temperature. The
-verification is lossless for any draft distribution that it is given, and is given these
-probabilities. A greedy request's temperature, 0, stays what it is.
+vLLM applies only the temperature. Here penalties (which count the draft's tokens), top-k, top-p and
+the draft temperature apply as well. Verification is lossless for any draft distribution, and gets
+these probabilities.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,40 +14,35 @@ from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.worker.constraints import constrain
-from vllm_mars.worker.draft_temperature import is_scaled, said_by
+from vllm_mars.worker.draft_temperature import drafter_attribute, scales_temperature
 
 
 def wrap_drafter(
-    runner: Any, config: MarsConfig, draft_shares: Callable[[int], torch.Tensor]
+    runner: Any,
+    config: MarsConfig,
+    # `RequestsV1.draft_shares`
+    draft_shares: Callable[[int], torch.Tensor],
 ) -> None:
-    """Lets a drafter of the V1 runner draw by its requests' sampling parameters and seeds.
-
-    vLLM draws all drafts from the numbers of the process, so that no seed would repeat an answer.
-
-    Args:
-        runner: vLLM's. If its drafter draws, the drafter's `_sample_from_logits`, which all of its
-            drafts are drawn by, and the runner's `propose_draft_token_ids`, which is told the
-            step's tokens, are wrapped, on these instances alone.
-        config: the options.
-        draft_shares: gives those of the batch's first requests; float32.
+    """Makes a V1 runner's drafter use its requests' sampling parameters and seeds.
 
     Raises:
-        RuntimeError: the option is given, but this drafter draws nothing; or it does not say.
+        RuntimeError: the drafter does not support `mars_draft_temperature`, or is unknown.
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     drafter = runner.drafter
-    # No other class draws.
-    draws = isinstance(drafter, SpecDecodeBaseProposer) and bool(
-        said_by(drafter, "_enable_probabilistic_draft_probs")
+    # Other drafter classes have fixed drafts.
+    is_probabilistic = isinstance(drafter, SpecDecodeBaseProposer) and bool(
+        drafter_attribute(drafter, "_enable_probabilistic_draft_probs")
     )
-    scales = is_scaled(draws, drafter, config)
-    if not draws:
+    is_scaled = scales_temperature(is_probabilistic, drafter, config)
+    if not is_probabilistic:
         return
-    sample_from_logits, propose = drafter._sample_from_logits, runner.propose_draft_token_ids
-    # Of each request the tokens of this step that vLLM's lists of output tokens do not hold yet;
-    # and the draft tokens after these, a tensor for each draft step.
+    sample_from_logits = drafter._sample_from_logits
+    propose = runner.propose_draft_token_ids
+    # For each request, tokens of this step that vLLM's output token lists still lack.
     emitted: list[list[int]] = []
+    # For each draft step so far, the sampled tokens `[batch]`.
     drafted: list[torch.Tensor] = []
 
     def propose_and_note(scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,24 +51,29 @@ def wrap_drafter(
         return propose(scheduler_output, sampled, *args, **kwargs)
 
     def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        # None where all requests are greedy.
-        if (temperature := sampling_metadata.temperature) is None:
+        temperature = sampling_metadata.temperature
+        if temperature is None:
+            # All requests are greedy.
             return sample_from_logits(logits, sampling_metadata)
-        if scales:
+        if is_scaled:
             scaled = temperature * draft_shares(len(temperature))
             sampling_metadata = replace(sampling_metadata, temperature=scaled)
-        own = under_parameters(logits, sampling_metadata, emitted, drafted)
-        drawn, probs = sample_from_logits(*own)
-        # A request may have several rows, one after the other.
-        own = probs.view(len(temperature), -1, probs.shape[-1])
-        for place, generator in sampling_metadata.generators.items():
-            if temperature[place] > 0:
-                noise = torch.empty_like(own[place]).exponential_(generator=generator)
-                drawn.view(len(own), -1)[place] = (own[place] / noise).argmax(-1)
-        drafted.append(drawn)
-        return drawn, probs
+        logits, sampling_metadata = under_parameters(logits, sampling_metadata, emitted, drafted)
+        token_ids, probs = sample_from_logits(logits, sampling_metadata)
+        # vLLM uses the global generator for all drafts, so no seed would repeat an answer.
+        # A request may have several consecutive rows.
+        token_ids_by_request = token_ids.view(len(temperature), -1)
+        probs_by_request = probs.view(len(temperature), -1, probs.shape[-1])
+        for req_idx, generator in sampling_metadata.generators.items():
+            if temperature[req_idx] > 0:
+                request_probs = probs_by_request[req_idx]
+                noise = torch.empty_like(request_probs).exponential_(generator=generator)
+                token_ids_by_request[req_idx] = (request_probs / noise).argmax(-1)
+        drafted.append(token_ids)
+        return token_ids, probs
 
-    drafter._sample_from_logits, runner.propose_draft_token_ids = sample, propose_and_note
+    drafter._sample_from_logits = sample
+    runner.propose_draft_token_ids = propose_and_note
 
 
 def under_parameters(
@@ -83,17 +82,10 @@ def under_parameters(
     emitted: Sequence[list[int]],
     drafted: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, Any]:
-    """Draft logits under their requests' parameters.
+    """Applies penalties, top-k and top-p to draft logits `[n * batch, vocab]`, maybe in place.
 
-    Args:
-        logits: `[n * batch, vocab]`, n rows of each request, which may be written.
-        sampling_metadata: of the requests, some of which sample.
-        emitted: tokens of each request that its list of output tokens lacks; -1 is none.
-        drafted: draft tokens of the requests, `[batch]` for each draft step so far.
-
-    Returns:
-        The logits, and the metadata with the temperature that they are still to be divided by:
-        without penalties, top-k and top-p as they were given.
+    Returns the logits and the metadata for vLLM's sampling: its temperature is 1 or 0 if the
+    logits are already divided by it, as top-k and top-p require.
     """
     has_penalties = not sampling_metadata.no_penalties
     if has_penalties:
@@ -112,25 +104,29 @@ def _penalized(
     emitted: Sequence[list[int]],
     drafted: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Draft logits under their requests' penalties; float32, written."""
     num_rows = len(logits) // len(sampling_metadata.temperature)
-    # Tokens that are drawn at once do not know each other.
-    drafts = (
-        torch.stack([*drafted], 1).tolist() if drafted and num_rows == 1 else [[]] * len(logits)
-    )
-    of_requests = zip(sampling_metadata.output_token_ids, emitted, drafts, strict=False)
-    # vLLM does not count -1.
-    output = [[*own, *new, *draft] for own, new, draft in of_requests for _ in range(num_rows)]
-    prompts, presence, frequency, repetition = (
-        values.repeat_interleave(num_rows, dim=0)
-        for values in (
-            sampling_metadata.prompt_token_ids,
-            sampling_metadata.presence_penalties,
-            sampling_metadata.frequency_penalties,
-            sampling_metadata.repetition_penalties,
+    # Several rows per request are sampled in parallel, so their tokens do not depend on each other.
+    drafts: list[list[int]] = [[]] * len(logits)
+    if drafted and num_rows == 1:
+        drafts = torch.stack([*drafted], 1).tolist()
+    # Padding with -1 is fine: vLLM does not count it.
+    output_token_ids = [
+        [*output, *new, *draft]
+        for output, new, draft in zip(
+            sampling_metadata.output_token_ids, emitted, drafts, strict=False
         )
-    )
+        for _ in range(num_rows)
+    ]
+
+    def expand(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(num_rows, dim=0)
+
     penalized: torch.Tensor = apply_all_penalties(
-        logits, prompts, presence, frequency, repetition, output
+        logits,
+        prompt_token_ids=expand(sampling_metadata.prompt_token_ids),
+        presence_penalties=expand(sampling_metadata.presence_penalties),
+        frequency_penalties=expand(sampling_metadata.frequency_penalties),
+        repetition_penalties=expand(sampling_metadata.repetition_penalties),
+        output_token_ids=output_token_ids,
     )
     return penalized

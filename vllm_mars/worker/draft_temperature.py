@@ -1,4 +1,4 @@
-"""Whether a drafter draws its drafts, and at a share of each request's temperature."""
+"""Checks of a drafter for probabilistic drafts and the draft temperature."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from vllm_mars.options.config import MarsConfig
 logger = init_logger("vllm.vllm_mars.worker.draft_temperature")
 
 
-def said_by(drafter: Any, name: str) -> Any:
-    """An attribute by which vLLM's drafters say whether and how they draw."""
+def drafter_attribute(drafter: Any, name: str) -> Any:
+    """Returns an attribute of a vLLM drafter, or raises RuntimeError if it is missing."""
     try:
         return getattr(drafter, name)
     except AttributeError:
@@ -20,8 +20,8 @@ def said_by(drafter: Any, name: str) -> Any:
         ) from None
 
 
-def is_scaled(is_probabilistic: bool, drafter: Any, config: MarsConfig) -> bool:
-    """Whether there is something to scale, which the log then says."""
+def scales_temperature(is_probabilistic: bool, drafter: Any, config: MarsConfig) -> bool:
+    """Whether drafts have a lower temperature, which is logged; RuntimeError if they cannot."""
     if not is_probabilistic and config.draft_temperature is not None:
         raise RuntimeError(
             f"mars_draft_temperature={config.draft_temperature} is given, but "

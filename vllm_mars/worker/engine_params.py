@@ -1,4 +1,4 @@
-"""The terms of one engine, for the samplers of both model runners."""
+"""Engine-wide verification parameters, for the samplers of both model runners."""
 
 import torch
 
@@ -7,24 +7,16 @@ from vllm_mars.options.config import MarsConfig
 
 
 class LazyEngineParams:
-    """The rule of one engine, and the tokens that keep their probability.
-
-    Args:
-        config: the options.
-        protected_token_ids: these tokens.
-    """
+    """`EngineParams` that are built on the first call of `on`, which knows the logits' width."""
 
     def __init__(self, config: MarsConfig, protected_token_ids: list[int]) -> None:
-        self.config, self._rule = config, config.rule
+        self.config = config
+        self._rule = config.rule
         self.protected_token_ids = protected_token_ids
         self._protected: Protected | None = None
 
     def on(self, logits: torch.Tensor) -> EngineParams:
-        """The terms on logits of this width.
-
-        The mask of the protected tokens is built on the first call, because only the logits tell
-        how wide the model's output is.
-        """
+        """Returns the parameters on the logits' device, with a mask of their width."""
         vocab = logits.shape[1]
         if self._protected is None or self._protected.mask.shape[0] != vocab:
             mask = torch.zeros(vocab, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The record of a request that enters the batch: see `vllm_mars.kernels.interface.Column`."""
+"""Record of a request that enters the batch: see `vllm_mars.kernels.interface.Column`."""
 
 import math
 from typing import TYPE_CHECKING
@@ -16,21 +16,14 @@ def record_of(
     options: RequestOptions,
     params: "SamplingParams",
     config: MarsConfig,
+    # Whether sampled requests have probabilistic drafts.
     is_probabilistic: bool,
+    # Output tokens left by the model's maximum length.
     max_output_tokens: int,
+    # Output tokens that the request already has.
     num_output_tokens: int = 0,
 ) -> list[int]:
-    """The record of a request, without what its tokens make of it.
-
-    Args:
-        options: what the request chose.
-        params: its parameters.
-        config: the server's options.
-        is_probabilistic: whether drafts are drawn where requests sample.
-        max_output_tokens: output tokens that the model's length leaves it.
-        num_output_tokens: that it comes with. What these lost is taken to be all that was allowed;
-            a caller that knows better writes it.
-    """
+    """Builds a request's record, except the columns that depend on its tokens."""
     rate = loss_rate(options.max_loss)
     record = [0] * RECORD_SIZE
     record[Column.RATE] = rate
@@ -39,6 +32,7 @@ def record_of(
         value = price_of_bound(options.max_loss, params.temperature, is_probabilistic)
     record[Column.VALUE] = encode_value(config.rule, value)
     if num_output_tokens and options.max_loss < math.inf:
+        # Assumes that these tokens used the whole budget; callers that know the loss overwrite it.
         record[Column.LOST] = max_lost(rate, num_output_tokens)
     record[Column.MAX_TOKENS] = max(
         min(max_output_tokens, params.max_tokens or max_output_tokens), 0

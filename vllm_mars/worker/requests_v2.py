@@ -1,4 +1,4 @@
-"""The requests in the slots of vLLM's Model Runner V2, and what each brings to a step."""
+"""Requests in the slots of vLLM's Model Runner V2."""
 
 import enum
 from collections.abc import Collection
@@ -25,28 +25,49 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 
-# What a request may choose while nothing but its temperature changes its logits; a grammar masks
-# them before the sampler.
+# Sampling parameters that leave the logits unchanged, and the temperature, which the kernels can
+# apply. A grammar masks the logits before the sampler.
 _CHANGES_NO_LOGITS = frozenset(
     (
-        *("n", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
-        *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
-        *("logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens"),
-        *("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
-        *("stream_interval", "skip_clone", "output_text_buffer_length", "_eos_token_id"),
-        *("_all_stop_token_ids", "structured_outputs", "extra_args", "skip_reading_prefix_cache"),
-        *("repetition_detection", "routed_experts_prompt_start"),
+        "_all_stop_token_ids",
+        "_eos_token_id",
+        "detokenize",
+        "extra_args",
+        "flat_logprobs",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logprob_token_ids",
+        "logprobs",
+        "max_tokens",
+        "n",
+        "output_kind",
+        "output_text_buffer_length",
+        "prompt_logprob_start",
+        "prompt_logprob_token_ids",
+        "prompt_logprobs",
+        "repetition_detection",
+        "routed_experts_prompt_start",
+        "seed",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "stream_interval",
+        "structured_outputs",
+        "temperature",
     )
 )
 
 
 class RequestFeatures(enum.IntFlag):
-    """What a request asks for beside its tokens.
+    """Features of a request that decide how its batch is processed.
 
-    LOGITS: that something beside the temperature changes its logits.
-    DRAFTS: that this is something that its drafts are drawn under as well.
-    SAMPLES: a temperature.
-    APPLY_TEMPERATURE: one that is not 1.
+    LOGITS: something other than the temperature changes its logits.
+    DRAFTS: penalties, top-k or top-p, which also apply to its drafts.
+    SAMPLES: its temperature is not 0.
+    APPLY_TEMPERATURE: its temperature is neither 0 nor 1.
     """
 
     LOGITS = enum.auto()
@@ -56,42 +77,46 @@ class RequestFeatures(enum.IntFlag):
 
 
 def _features(params: "SamplingParams") -> RequestFeatures:
-    """A choice that is not known here may change the logits."""
-    found = RequestFeatures(0)
+    features = RequestFeatures(0)
     default = type(params)()
+    # An unknown parameter may change the logits.
     for name in params.__struct_fields__:
         if name not in _CHANGES_NO_LOGITS and getattr(params, name) != getattr(default, name):
-            found |= RequestFeatures.LOGITS
+            features |= RequestFeatures.LOGITS
     if params.top_k > 0 or params.top_p < 1 or use_penalty(params):
-        found |= RequestFeatures.DRAFTS
+        features |= RequestFeatures.DRAFTS
     if params.temperature:
-        found |= (
-            RequestFeatures.SAMPLES
-            if params.temperature == 1
-            else RequestFeatures.SAMPLES | RequestFeatures.APPLY_TEMPERATURE
-        )
-    return found
+        features |= RequestFeatures.SAMPLES
+        if params.temperature != 1:
+            features |= RequestFeatures.APPLY_TEMPERATURE
+    return features
 
 
-# As in `DraftParameters`; more than any vocabulary, and a number that float32 holds.
-_NO_PARAMETERS = 1.0, 2.0**24, 1.0, 1.0, 0.0, 0.0
+# Larger than any vocabulary, and exact in float32.
+_NO_TOP_K = 2.0**24
+# In the order of `DraftParameters`.
+_NO_PARAMETERS = (1.0, _NO_TOP_K, 1.0, 1.0, 0.0, 0.0)
 
 
 def _parameters_of(params: "SamplingParams", draft_temperature: float) -> tuple[float, ...]:
-    """A slot's column of `DraftParameters`."""
-    top_k = params.top_k if params.top_k > 0 else _NO_PARAMETERS[1]
-    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-    return draft_temperature or 1.0, top_k, params.top_p, *penalties
+    """Returns a slot's column of `DraftParameters.table`."""
+    return (
+        draft_temperature or 1.0,
+        params.top_k if params.top_k > 0 else _NO_TOP_K,
+        params.top_p,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
 
 
 class DraftParameters(NamedTuple):
-    """What drafts are drawn under, by slot: views of a table that does not move.
+    """Sampling parameters of drafts, by slot; views of a table with a fixed address.
 
     Attributes:
-        table: float32 `[6, S]`, of which a row is each of
-        divisor: what the logits are divided by, 1 of a greedy request; for top-p.
-        top_k, top_p: at least the vocabulary, and 1, of a request that has none.
-        repetition, frequency, presence: penalties.
+        table: float32 `[6, S]`, whose rows are the other attributes in order.
+        divisor: draft temperature, or 1 for a greedy request.
+        top_k: at least the vocabulary size if the request has none.
     """
 
     table: torch.Tensor
@@ -103,18 +128,25 @@ class DraftParameters(NamedTuple):
     presence: torch.Tensor
 
 
+class _NewText(NamedTuple):
+    """Tokens of a new request: `MarkerTracker` states after all and after the prompt, lengths."""
+
+    state: int
+    prompt_state: int
+    length: int
+    prompt_len: int
+
+
 class RequestsV2(LogitsProcessor):
-    """Keeps what each slot's request chose, as a logits processor that changes no logit.
+    """Tracks each slot's request as a logits processor that changes no logits.
 
     Args:
-        config: the server's options.
-        req_states: the runner's `RequestState`. Its `add_request` is wrapped, on this instance
-            alone, since it is told the tokens that a request brings.
-        pads_with_last_token: whether drafts are the last token again where the drafter has none.
-        is_probabilistic: whether drafts are drawn where requests sample.
+        req_states: the runner's `RequestState`, whose `add_request` is wrapped to see the tokens.
+        pads_with_last_token: whether missing draft tokens are copies of the last token.
+        is_probabilistic: whether sampled requests have probabilistic drafts.
 
     Attributes:
-        naming: slots whose request names tokens for their logprobs.
+        naming: slots whose request has `logprob_token_ids`.
     """
 
     def __init__(
@@ -125,27 +157,25 @@ class RequestsV2(LogitsProcessor):
         is_probabilistic: bool = False,
     ) -> None:
         self._config = config
-        self._is_drawn = is_probabilistic
+        self._is_probabilistic = is_probabilistic
         self._req_states = req_states
         self.pads_with_last_token = pads_with_last_token
         self._tracker = MarkerTracker(config)
-        # Whether anything looks at tokens.
+        # Whether any option depends on the text.
         self._may_block = bool(self._tracker) or config.repeat_ngram > 0 or pads_with_last_token
         self.naming: set[int] = set()
         # The `RequestFeatures` of each slot's request.
         self._features = np.zeros(req_states.max_num_reqs, dtype=np.uint8)
-        # Slots whose request wants to know what was done.
+        # Slots whose request wants a report.
         self._returning: set[int] = set()
-        # What a slot's new request brings: the section's states behind all its tokens and behind
-        # its prompt, and the lengths of both.
-        self._brought: dict[int, tuple[int, int, int, int]] = {}
-        # The slot of each request, and what those lost that were in none when they ended. One that
-        # gets a further input vLLM takes out of its slot, and its next answer begins anew. A
-        # preempted one can end before it comes back.
+        # By slot of a new request.
+        self._new_texts: dict[int, _NewText] = {}
+        # Slot of each request, and losses of requests that ended without one: vLLM frees the slot
+        # of a request that gets more input, and a preempted request can end before it resumes.
         self._slots: dict[str, int] = {}
         self._lost: list[torch.Tensor] = []
-        # What preempted requests have lost, by id, and those that came back, by slot; it is on the
-        # device, so that the host waits for nothing.
+        # Losses of preempted requests by id, and of resumed ones by slot; on the device, so that
+        # the host does not wait.
         self._preempted_lost: dict[str, torch.Tensor] = {}
         self._restored: dict[int, torch.Tensor] = {}
         add_request = req_states.add_request
@@ -159,15 +189,15 @@ class RequestsV2(LogitsProcessor):
             if req_id in self._slots:
                 self._lost.append(self.records.lost[self._slots[req_id]].clone())
             slot = self._slots[req_id] = req_states.req_id_to_index[req_id]
-            self._brought[slot] = state, prompt_state, len(all_token_ids), prompt_len
+            self._new_texts[slot] = _NewText(state, prompt_state, len(all_token_ids), prompt_len)
             lost = self._preempted_lost.pop(req_id, None)
             if lost is not None and len(all_token_ids) > prompt_len:
                 self._restored[slot] = lost
 
         req_states.add_request = add_and_note
 
-    # These are built on first use: what is allocated while the model is loaded can be memory that
-    # vLLM's sleep mode throws away.
+    # Tensors are allocated on first use: vLLM's sleep mode can discard memory that is allocated
+    # while the model is loaded.
     @cached_property
     def _staged(self) -> StagedWriteTensor:
         num_slots, device = self._req_states.max_num_reqs, self._req_states.device
@@ -178,7 +208,6 @@ class RequestsV2(LogitsProcessor):
 
     @cached_property
     def records(self) -> Records:
-        """Those of all slots."""
         return Records(self._staged.gpu)
 
     @cached_property
@@ -198,7 +227,6 @@ class RequestsV2(LogitsProcessor):
 
     @property
     def draft_parameters(self) -> DraftParameters:
-        """What the next drafts are drawn under."""
         return DraftParameters(self._parameters.gpu, *self._parameters.gpu)
 
     def _by_slot(self, dtype: torch.dtype) -> StagedWriteTensor:
@@ -206,8 +234,10 @@ class RequestsV2(LogitsProcessor):
 
     @property
     def draft_sampling(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Temperature and seed that the next drafts are drawn with, float32 and int64, by slot."""
-        assert self._is_drawn, "draft_sample_method is not 'probabilistic', but drafts are drawn"
+        """Draft temperature (float32) and next seed (int64) of each slot."""
+        assert self._is_probabilistic, (
+            "draft_sample_method is not 'probabilistic', but drafts are drawn"
+        )
         return self._draft_temperature.gpu, self._next_seeds.gpu
 
     @cached_property
@@ -224,14 +254,14 @@ class RequestsV2(LogitsProcessor):
         return self._tracker.markers(self._req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
-        """Notes the options of a slot's new request; no logit changes, so False.
+        """Stages a new request's record; returns False, since no logits change.
 
         Raises:
-            RuntimeError: the request came another way than by the runner's `RequestState`.
+            RuntimeError: the request was not added by the runner's `RequestState`.
         """
         options = options_of(sampling_params, self._config)
-        brought = self._brought.pop(req_idx, None)
-        if brought is None:
+        text = self._new_texts.pop(req_idx, None)
+        if text is None:
             if req_idx in self._req_states.index_to_req_id:
                 raise RuntimeError(
                     f"Request {self._req_states.index_to_req_id[req_idx]!r} is in slot {req_idx}, "
@@ -239,41 +269,47 @@ class RequestsV2(LogitsProcessor):
                     "knows where it must be strict; install a vLLM that it knows, or drop "
                     "rejection_sample_method 'mars'."
                 )
-            # vLLM's dummy run, of a slot that holds no request.
-            brought = 0, 0, 0, 0
-        state, prompt_state, length, prompt_len = brought
-        max_output_tokens = self._req_states.max_model_len - prompt_len
-        own = self._config, self._is_drawn, max_output_tokens, length - prompt_len
-        record = record_of(options, sampling_params, *own)
-        asked, features = self._features[req_idx], _features(sampling_params)
+            # vLLM's dummy run uses slots without a request.
+            text = _NewText(state=0, prompt_state=0, length=0, prompt_len=0)
+        record = record_of(
+            options=options,
+            params=sampling_params,
+            config=self._config,
+            is_probabilistic=self._is_probabilistic,
+            max_output_tokens=self._req_states.max_model_len - text.prompt_len,
+            num_output_tokens=text.length - text.prompt_len,
+        )
+        previous_features = self._features[req_idx]
+        features = _features(sampling_params)
         self._features[req_idx] = features
-        _put(self._returning, req_idx, options.wants_return)
-        _put(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
-        record[Column.STATE], record[Column.PROMPT_STATE] = state, prompt_state
-        record[Column.NUM_SCANNED], record[Column.RING_END] = length, prompt_len
+        _set_member(self._returning, req_idx, options.wants_return)
+        _set_member(self.naming, req_idx, bool(sampling_params.logprob_token_ids))
+        record[Column.STATE] = text.state
+        record[Column.PROMPT_STATE] = text.prompt_state
+        record[Column.NUM_SCANNED] = text.length
+        record[Column.RING_END] = text.prompt_len
         self._staged.stage_write(req_idx, 0, record)
-        if self._is_drawn:
-            # A strict request has nothing of drafts that are drawn at a share of its temperature.
+        if self._is_probabilistic:
+            # A strict request does not gain from a lower draft temperature.
             share = self._config.draft_share if record[Column.VALUE] else 1.0
             draft_temperature = np.float32(sampling_params.temperature) * np.float32(share)
             self._draft_temperature.stage_write_elem(req_idx, float(draft_temperature))
-            # Else the slot has none already.
-            if (features | asked) & RequestFeatures.DRAFTS:
-                for row, value in enumerate(
-                    _parameters_of(sampling_params, float(draft_temperature))
-                ):
+            # Otherwise the slot already holds `_NO_PARAMETERS`.
+            if (features | previous_features) & RequestFeatures.DRAFTS:
+                parameters = _parameters_of(sampling_params, float(draft_temperature))
+                for row, value in enumerate(parameters):
                     self._parameters.stage_write(row, req_idx, [value])
-            # As vLLM does it, so that all tensor-parallel ranks take the same one. Behind its
-            # prefill a request has one token more.
             seed = sampling_params.seed
-            seed = int(np.random.randint(2**62)) if seed is None else seed
-            self._next_seeds.stage_write_elem(req_idx, seed ^ (length + 1 << 32))
+            if seed is None:
+                # As in vLLM, so that all tensor-parallel ranks get the same seed.
+                seed = int(np.random.randint(2**62))
+            # The first draft follows one token more, the one sampled after the prefill.
+            self._next_seeds.stage_write_elem(req_idx, seed ^ (text.length + 1 << 32))
         return False
 
     def apply_staged_writes(self) -> None:
-        """Hands what is new to the device."""
         self._staged.apply_write()
-        if self._is_drawn:
+        if self._is_probabilistic:
             self._draft_temperature.apply_write()
             self._parameters.apply_write()
             self._next_seeds.apply_write()
@@ -286,38 +322,35 @@ class RequestsV2(LogitsProcessor):
     def leave(
         self, preempted: Collection[str], finished: Collection[str], counters: Counters
     ) -> None:
-        """Notes what requests have lost that leave their slots and will come back.
-
-        Args:
-            preempted: their ids.
-            finished: ids of those that will not.
-            counters: where these are counted, and those that got a further input.
-        """
-        for name in preempted:
-            if (slot := self._slots.pop(name, None)) is not None:
-                self._preempted_lost[name] = self.records.lost[slot].clone()
+        """Saves the losses of preempted requests, and counts those of finished ones, by id."""
+        for req_id in preempted:
+            if (slot := self._slots.pop(req_id, None)) is not None:
+                self._preempted_lost[req_id] = self.records.lost[slot].clone()
         ended = []
-        for name in finished:
-            if (slot := self._slots.pop(name, None)) is not None:
+        for req_id in finished:
+            if (slot := self._slots.pop(req_id, None)) is not None:
                 ended.append(slot)
-            elif (lost := self._preempted_lost.pop(name, None)) is not None:
+            elif (lost := self._preempted_lost.pop(req_id, None)) is not None:
                 self._lost.append(lost)
         if ended:
             self._returning.difference_update(ended)
             self.naming.difference_update(ended)
-            slots = self._ended.copy_to_uva(ended)
-            own = counters.device_counts, counters.layout, counters.bounds
-            count_ended(*own, self.records, slots)
+            count_ended(
+                counts=counters.device_counts,
+                layout=counters.layout,
+                bounds=counters.bounds,
+                records=self.records,
+                slots=self._ended.copy_to_uva(ended),
+            )
         if self._lost:
             counters.add_ended(torch.hstack(self._lost))
             self._lost.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Returns the logits as they are."""
         return logits
 
     def features(self, idx_mapping_np: np.ndarray) -> int:
-        """The `RequestFeatures` of all requests of a batch together."""
+        """Returns the union of the `RequestFeatures` of a batch."""
         return int(np.bitwise_or.reduce(self._features[idx_mapping_np]))
 
     def step(
@@ -326,18 +359,11 @@ class RequestsV2(LogitsProcessor):
         input_ids: torch.Tensor,
         cu_num_logits: torch.Tensor,
         slots: torch.Tensor,
+        # [S], float32; the others are as in `VerifyInputs`.
         temperature: torch.Tensor,
         num_speculative_tokens: int,
     ) -> tuple[VerifyInputs, Constraints | None]:
-        """A step, and what the text before each of its rows asks.
-
-        Args:
-            logits, input_ids, cu_num_logits, slots, num_speculative_tokens: see `VerifyInputs`.
-            temperature: float32, by slot.
-
-        Returns:
-            The step, and what `compute_constraints` finds; None where nothing looks at tokens.
-        """
+        """Builds the inputs of a step, with constraints if any option depends on the text."""
         states = self._req_states
         step = VerifyInputs(
             logits=logits,
@@ -351,20 +377,28 @@ class RequestsV2(LogitsProcessor):
         )
         if not self._may_block:
             return step, None
-        given = self._ring, states.all_token_ids.gpu, step, temperature, self._markers
-        return step, compute_constraints(
-            *given, self._config.repeat_ngram, self.pads_with_last_token
+        constraints = compute_constraints(
+            ring=self._ring,
+            tokens=states.all_token_ids.gpu,
+            step=step,
+            temperature=temperature,
+            markers=self._markers,
+            ngram=self._config.repeat_ngram,
+            pads_with_last_token=self.pads_with_last_token,
         )
+        return step, constraints
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
-        """Ids of the requests that want to know what was done, by place in the batch."""
+        """Returns the ids of requests that want a report, by batch index."""
         if not self._returning:
             return {}
-        ids, slots = self._req_states.index_to_req_id, idx_mapping_np.tolist()
+        ids = self._req_states.index_to_req_id
         return {
-            batch_idx: ids[slot] for batch_idx, slot in enumerate(slots) if slot in self._returning
+            batch_idx: ids[slot]
+            for batch_idx, slot in enumerate(idx_mapping_np.tolist())
+            if slot in self._returning
         }
 
 
-def _put(slots: set[int], slot: int, belongs: bool) -> None:
-    (slots.add if belongs else slots.discard)(slot)
+def _set_member(slots: set[int], slot: int, is_member: bool) -> None:
+    (slots.add if is_member else slots.discard)(slot)

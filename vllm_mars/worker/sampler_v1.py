@@ -39,17 +39,9 @@ logger = init_logger("vllm.vllm_mars.worker.sampler_v1")
 class MarsRejectionSampler(RejectionSampler):
     """vLLM's V1 rejection sampler with the margin-aware rule.
 
-    The logits are verified as vLLM's processors leave them: the raw rows if nothing changes them.
-    Requests that sample are verified losslessly against the distribution that is served: strict
-    ones with fixed drafts with the random numbers of vLLM's own sampler.
-
-    Args:
-        sampler: vLLM's sampler, for bonus tokens.
-        spec_config: vLLM's speculative config.
-        device: device of the logits.
-        engine_params: of the engine.
-        reports: where its steps are written down.
-        requests: the requests of the runner's batch.
+    It verifies the logits as processed by vLLM, or the raw rows if nothing changes them. Sampled
+    requests are verified losslessly against the served distribution; strict ones with fixed drafts
+    use the random numbers of vLLM's sampler.
     """
 
     def __init__(
@@ -69,32 +61,27 @@ class MarsRejectionSampler(RejectionSampler):
     def forward(
         self,
         metadata: SpecDecodeMetadata,
+        # [num_draft, vocab], float32; None for fixed drafts
         draft_probs: torch.Tensor | None,
+        # [num_draft + batch, vocab], raw target logits
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Verifies one step's drafts; arguments and result as in vLLM's `RejectionSampler.forward`.
+        """Verifies one step's drafts, as vLLM's `RejectionSampler.forward`.
 
-        Args:
-            metadata: draft tokens and row indices of the step.
-            draft_probs: `[num_draft, vocab]` float32, or None where the draft has none.
-            logits: `[num_draft + batch, vocab]` raw target logits.
-            sampling_metadata: the requests' sampling parameters.
-
-        Returns:
-            vLLM's SamplerOutput: `sampled_token_ids` is `[batch, max_spec_len + 1]` int32, -1 after
-            the last emitted token.
+        `sampled_token_ids` is int32 `[batch, max_spec_len + 1]`, padded with -1.
         """
         is_greedy = sampling_metadata.all_greedy
         leaves_rows = leaves_logits(sampling_metadata)
         if leaves_rows and is_greedy:
             output_token_ids, _ = self._verify(metadata, logits)
             return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=None)
-        named = sampling_metadata.logprob_token_ids
-        wants_logprobs = sampling_metadata.max_num_logprobs is not None or bool(named)
+        wants_logprobs = sampling_metadata.max_num_logprobs is not None or bool(
+            sampling_metadata.logprob_token_ids
+        )
         bonus = self.sampler(
             logits=logits[metadata.bonus_logits_indices],
-            # -1 asks for the bonus rows themselves, which the logprobs below are made from.
+            # -1 returns whole bonus rows, from which the logprobs below are computed.
             sampling_metadata=replace(
                 sampling_metadata,
                 max_num_logprobs=-1 if wants_logprobs else None,
@@ -105,7 +92,7 @@ class MarsRejectionSampler(RejectionSampler):
                 "processed_logits" if self.is_processed_logprobs_mode else "raw_logits"
             ),
         )
-        rows = raw = logits
+        rows = logits
         temperature = None if is_greedy else sampling_metadata.temperature
         if not leaves_rows:
             processed = logits[metadata.target_logits_indices].to(torch.float32)
@@ -116,8 +103,13 @@ class MarsRejectionSampler(RejectionSampler):
             rows[metadata.target_logits_indices] = processed
         sampling_inputs = None
         if temperature is not None:
-            own = metadata, sampling_metadata, rows.shape[1], draft_probs
-            sampling_inputs = self._sampling_inputs(temperature, *own)
+            sampling_inputs = self._sampling_inputs(
+                temperature=temperature,
+                metadata=metadata,
+                sampling_metadata=sampling_metadata,
+                vocab=rows.shape[1],
+                draft_probs=draft_probs,
+            )
         output_token_ids, table = self._verify(
             metadata, rows, sampling_inputs, bonus.sampled_token_ids
         )
@@ -127,56 +119,58 @@ class MarsRejectionSampler(RejectionSampler):
             if sampling_inputs is not None and self.engine_params.config.logprobs == "sampled":
                 ratios = log_ratios(table, sampling_inputs.temperature)
             if not self.is_processed_logprobs_mode:
-                rows = raw.to(torch.float32, copy=True)
+                rows = logits.to(torch.float32, copy=True)
             rows[metadata.bonus_logits_indices] = bonus.logprobs_tensors.logprobs.float()
-            begins = metadata.cu_num_sampled_tokens.roll(1)
-            begins[0] = 0
-            logprobs = self._logprobs(rows, begins, output_token_ids, sampling_metadata, ratios)
+            first_rows = metadata.cu_num_sampled_tokens.roll(1)
+            first_rows[0] = 0
+            logprobs = self._logprobs(
+                rows=rows,
+                first_rows=first_rows,
+                output_token_ids=output_token_ids,
+                sampling_metadata=sampling_metadata,
+                ratios=ratios,
+            )
         return SamplerOutput(sampled_token_ids=output_token_ids, logprobs_tensors=logprobs)
 
     def _logprobs(
         self,
+        # [num_logits, vocab], float32
         rows: torch.Tensor,
-        begins: torch.Tensor,
+        # [batch], first row of each request
+        first_rows: torch.Tensor,
+        # [batch, width], padded with -1
         output_token_ids: torch.Tensor,
         sampling_metadata: SamplingMetadata,
+        # [batch, >= width], log m - log p of each token
         ratios: torch.Tensor | None,
     ) -> LogprobsTensors:
-        """The logprobs of a step's tokens, as vLLM's `RejectionSampler` gives them.
+        """Computes logprobs `[batch * width, 1 + columns]`, the sampled token's first.
 
-        Those of the tokens that a request names are among them, which vLLM's own fails at.
-
-        Args:
-            rows: float32 `[num_logits, vocab]`, what the logprobs are made from.
-            begins: `[batch]`, the first row of each request.
-            output_token_ids: `[batch, width]`, -1 behind the last token.
-            sampling_metadata: what the requests ask for.
-            ratios: `[batch, at least width]`, added to the logprobs of the tokens; or None.
-
-        Returns:
-            `[batch * width, 1 + columns]`: a place's token, then what its request asks for.
+        They include `logprob_token_ids`, at which vLLM's method fails.
         """
         width = output_token_ids.shape[1]
-        row_indices = begins[:, None] + torch.arange(width, device=rows.device)
+        row_indices = first_rows[:, None] + torch.arange(width, device=rows.device)
         logprobs = rows[row_indices.flatten().clamp(max=len(rows) - 1)]
         if not self.is_logits_logprobs_mode:
             logprobs = self.sampler.compute_logprobs(logprobs)
-        named = sampling_metadata.logprob_token_ids or {}
+        requested = sampling_metadata.logprob_token_ids or {}
         tokens = output_token_ids.flatten().clamp(min=0).long()
         num_logprobs = sampling_metadata.max_num_logprobs or 0
-        found = self.sampler.gather_logprobs(logprobs, num_logprobs, tokens)
-        padding = (0, max([0, *(len(ids) - num_logprobs for ids in named.values())]))
-        ids = torch.nn.functional.pad(found.logprob_token_ids, padding)
-        values = torch.nn.functional.pad(found.logprobs, padding, value=-torch.inf)
-        for req_idx, own in named.items():
-            own_rows = slice(req_idx * width, (req_idx + 1) * width)
-            ids[own_rows, 1:], values[own_rows, 1:] = 0, -torch.inf
-            columns = slice(1, 1 + len(own))
-            ids[own_rows, columns] = torch.tensor(own, dtype=ids.dtype, device=ids.device)
-            values[own_rows, columns] = logprobs[own_rows][:, own]
+        top = self.sampler.gather_logprobs(logprobs, num_logprobs, tokens)
+        max_num_requested = max(map(len, requested.values()), default=0)
+        padding = (0, max(max_num_requested - num_logprobs, 0))
+        ids = torch.nn.functional.pad(top.logprob_token_ids, padding)
+        values = torch.nn.functional.pad(top.logprobs, padding, value=-torch.inf)
+        for req_idx, token_ids in requested.items():
+            request_rows = slice(req_idx * width, (req_idx + 1) * width)
+            ids[request_rows, 1:] = 0
+            values[request_rows, 1:] = -torch.inf
+            columns = slice(1, 1 + len(token_ids))
+            ids[request_rows, columns] = torch.tensor(token_ids, dtype=ids.dtype, device=ids.device)
+            values[request_rows, columns] = logprobs[request_rows][:, token_ids]
         if ratios is not None:
             values += of_sampled(ids, ratios[:, :width].flatten())
-        return found._replace(logprob_token_ids=ids, logprobs=values)
+        return top._replace(logprob_token_ids=ids, logprobs=values)
 
     def _verify(
         self,
@@ -185,14 +179,21 @@ class MarsRejectionSampler(RejectionSampler):
         sampling_inputs: CpuSamplingInputs | None = None,
         bonus: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """The tokens of a step, and what is written down of them: see `StepCounters`."""
-        reports, lengths = self.reports, metadata.num_draft_tokens
+        """Returns the token ids of a step and the table of its `StepCounters`."""
+        lengths = metadata.num_draft_tokens
         batch = len(lengths)
-        drafts = [own.tolist() for own in metadata.draft_token_ids.split(lengths)]
-        step, constraints = self.requests.step(logits, drafts, reports.num_speculative_tokens)
-        step_counters = reports.step_counters(batch, logits.device, self.requests.returns(batch))
+        drafts = [draft.tolist() for draft in metadata.draft_token_ids.split(lengths)]
+        step, constraints = self.requests.step(logits, drafts, self.reports.num_speculative_tokens)
+        step_counters = self.reports.step_counters(
+            batch, logits.device, self.requests.returns(batch)
+        )
         output = reference.verify(
-            step, self.engine_params.on(logits), constraints, step_counters, sampling_inputs, bonus
+            step,
+            self.engine_params.on(logits),
+            constraints=constraints,
+            step_counters=step_counters,
+            sampling_inputs=sampling_inputs,
+            bonus=bonus,
         )
         tokens = output.output_token_ids[:, : metadata.max_spec_len + 1].contiguous()
         return tokens, step_counters.table
@@ -205,17 +206,16 @@ class MarsRejectionSampler(RejectionSampler):
         vocab: int,
         draft_probs: torch.Tensor | None,
     ) -> CpuSamplingInputs:
-        """The random numbers of a step.
-
-        Those of strict requests with fixed drafts are drawn as vLLM's own `rejection_sample` draws
-        them, so that they emit what vLLM's requests emit. That takes an exponential number for each
-        token of the vocabulary, of all requests at once, which others need not.
-        """
-        lengths, generators = metadata.num_draft_tokens, sampling_metadata.generators
+        """Draws the random numbers of a step."""
+        lengths = metadata.num_draft_tokens
+        generators = sampling_metadata.generators
         device = metadata.draft_token_ids.device
         uniform = generate_uniform_probs(sum(lengths), lengths, generators, device)
         noise: dict[int, torch.Tensor] = {}
         is_strict = self.requests.is_strict(len(lengths))
+        # Strict requests with fixed drafts emit the same tokens as with vLLM's `rejection_sample`,
+        # which draws an exponential number for each token of the vocabulary, for all requests at
+        # once. Other requests do not need them.
         if draft_probs is None and (is_strict & (temperature != 0)).any():
             dtype = torch.float64 if self.use_fp64_gumbel else torch.float32
             shared = torch.empty((len(lengths), vocab), dtype=dtype, device=device).exponential_()
@@ -223,11 +223,17 @@ class MarsRejectionSampler(RejectionSampler):
                 if lengths[req_idx] > 0 and req_idx in generators:
                     shared[req_idx].exponential_(generator=generators[req_idx])
                 noise[req_idx] = shared[req_idx].reciprocal_()
-        return CpuSamplingInputs(temperature, uniform.numpy(), draft_probs, generators, noise)
+        return CpuSamplingInputs(
+            temperature=temperature,
+            uniform=uniform.numpy(),
+            draft_probs=draft_probs,
+            generators=generators,
+            noise=noise,
+        )
 
 
 def leaves_logits(sampling_metadata: SamplingMetadata) -> bool:
-    """Whether nothing but a temperature changes or reports the logits in this step."""
+    """Whether only the temperature changes the logits in this step, and no logprobs are needed."""
     thinking = sampling_metadata.thinking_budget_state_holder
     return (
         sampling_metadata.top_k is None
@@ -243,7 +249,7 @@ def leaves_logits(sampling_metadata: SamplingMetadata) -> bool:
 
 
 def _is_idle(processor: Any) -> bool:
-    """Whether a logits processor has no request to act on; one that is not known counts as busy."""
+    """Whether a logits processor has no request to act on; unknown ones count as busy."""
     if isinstance(processor, MinTokensLogitsProcessor):
         return not processor.min_toks
     if isinstance(processor, LogitBiasLogitsProcessor):
@@ -252,21 +258,11 @@ def _is_idle(processor: Any) -> bool:
 
 
 def install(runner: Any, config: MarsConfig) -> None:
-    """Puts a `MarsRejectionSampler` into a V1 model runner.
-
-    Args:
-        runner: vLLM's `GPUModelRunner`, or a subclass of it, once built. Only that of the last
-            pipeline stage has a rejection sampler; another stays as it is.
-        config: the options.
-
-    Raises:
-        RuntimeError: another extension has already replaced vLLM's rejection sampler, or drafts
-            cannot be drawn as the options say.
-    """
-    own = getattr(runner, "rejection_sampler", None)
-    if own is None:
+    """Replaces the rejection sampler of a V1 runner, which only the last pipeline stage has."""
+    vllm_sampler = getattr(runner, "rejection_sampler", None)
+    if vllm_sampler is None:
         return
-    require_own_sampler(own, RejectionSampler)
+    require_own_sampler(vllm_sampler, RejectionSampler)
     if not current_platform.is_cpu():
         raise NotImplementedError(
             f"rejection_sample_method='mars' needs vLLM's Model Runner V2 on "
@@ -280,17 +276,22 @@ def install(runner: Any, config: MarsConfig) -> None:
     reports = StepReports(counters, config.logprobs == "sampled")
     requests = RequestsV1(
         config,
-        runner.max_num_reqs,
-        runner.max_model_len,
-        lambda: runner.input_batch.req_ids,
-        lambda: runner.requests,
-        counters.add_ended,
-        spec_config.draft_sample_method == "probabilistic",
+        max_num_reqs=runner.max_num_reqs,
+        max_model_len=runner.max_model_len,
+        request_ids=lambda: runner.input_batch.req_ids,
+        unfinished=lambda: runner.requests,
+        ended=counters.add_ended,
+        is_probabilistic=spec_config.draft_sample_method == "probabilistic",
     )
     wrap_drafter(runner, config, requests.draft_shares)
     runner.input_batch.logitsprocs.argmax_invariant.append(requests)
     runner.rejection_sampler = MarsRejectionSampler(
-        own.sampler, spec_config, runner.device, engine_params, reports, requests
+        sampler=vllm_sampler.sampler,
+        spec_config=spec_config,
+        device=runner.device,
+        engine_params=engine_params,
+        reports=reports,
+        requests=requests,
     )
     reports.attach_to_runner(runner)
     log_start(engine_params, logger, "V1")

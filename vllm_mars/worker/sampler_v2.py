@@ -38,42 +38,30 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.vllm_mars.worker.sampler_v2")
 
-# The attribute of a runner with what makes its sampler.
-_SAMPLER = "_vllm_mars_sampler"
+# Attribute of a runner that holds its sampler factory.
+_FACTORY = "_vllm_mars_sampler_factory"
 
-
-# A member of a flag takes the host a microsecond.
-_LOGITS, _SAMPLES, _APPLY_TEMPERATURE = (
-    int(feature)
-    for feature in (
-        RequestFeatures.LOGITS,
-        RequestFeatures.SAMPLES,
-        RequestFeatures.APPLY_TEMPERATURE,
-    )
-)
-# Whose changes of the logits a request's own parameters tell.
+# As ints: reading a Flag member costs 1 us.
+_LOGITS = int(RequestFeatures.LOGITS)
+_SAMPLES = int(RequestFeatures.SAMPLES)
+_APPLY_TEMPERATURE = int(RequestFeatures.APPLY_TEMPERATURE)
+# Logits processors whose effect `RequestFeatures.LOGITS` covers.
 _PROCESSORS = {LogitBiasState, PenaltiesState, BadWordsState, RequestsV2}
 
 
 class MarsRejectionSamplerV2(RejectionSampler):
     """vLLM's V2 rejection sampler with the margin-aware rule.
 
-    The logits are verified as vLLM's processors leave them: the raw rows if nothing changes them.
-    Requests that sample are verified losslessly against the distribution that is served, with the
-    random numbers of vLLM's own sampler.
+    It verifies the logits as processed by vLLM, or the raw rows if nothing changes them. Sampled
+    requests are verified losslessly against the served distribution, with the random numbers of
+    vLLM's sampler.
 
     Args:
-        sampler: vLLM's V2 sampler.
-        spec_config: vLLM's speculative config.
-        device: device of the logits.
-        engine_params: of the engine, by the Triton kernels.
-        reports: where its steps are written down.
-        requests: the requests in the runner's slots.
-        seeds_change: whether the seeds of drafts are to change with each step.
+        seeds_change: whether each step must give the drafter new seeds.
 
     Attributes:
-        apply_temperature: whether the kernels divide the logits by the temperature, where that is
-            all that the requests of a batch ask of them.
+        apply_temperature: whether the kernels may apply the temperature, if nothing else changes
+            the logits of a batch.
     """
 
     def __init__(
@@ -91,7 +79,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self.engine_params = engine_params
         self.reports = reports
         self.requests = requests
-        # Of other processors nobody knows what they change, and the processed logits can be wanted.
+        # Other processors may change any logits, and vLLM may need the processed logits.
         self.apply_temperature = (
             type(sampler) is Sampler
             and {*map(type, sampler.logits_processors)} <= _PROCESSORS
@@ -99,11 +87,12 @@ class MarsRejectionSamplerV2(RejectionSampler):
             and not sampler.return_sampling_mask
         )
         self._is_warm = False
-        # Most tokens that a request of the step names for their logprobs.
+        # Largest number of `logprob_token_ids` of a request in the step.
         self._num_named = 0
-        # Of the chunk that was verified last: slot of each row and of each request, and the table
-        # of `StepCounters` where it goes into logprobs.
-        self._slots: tuple[torch.Tensor, torch.Tensor]
+        # Of the last verified chunk: slot of each row and of each request, and the table of
+        # `StepCounters` if logprobs include the log-ratios.
+        self._row_slots: torch.Tensor
+        self._slots: torch.Tensor
         self._table: torch.Tensor | None = None
 
     def __call__(
@@ -113,62 +102,59 @@ class MarsRejectionSamplerV2(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> "SamplerOutput":
-        """vLLM's; arguments and result are the same."""
+        """Verifies one step's drafts, as vLLM's `RejectionSampler.__call__`."""
         self._num_named = 0
         if self.requests.naming:
-            named = self.sampler.logprob_token_ids_state
-            self._num_named = named.max_num_token_ids(input_batch.idx_mapping_np)
+            token_ids_state = self.sampler.logprob_token_ids_state
+            self._num_named = token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
         output = super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         self.reports.copy_to_host()
         return output
 
     def _verify(
         self,
+        # [num_logits, vocab]; for each request its draft rows, then its bonus row
         logits: torch.Tensor,
+        # [max_num_reqs, num_speculative_steps, vocab]
         draft_logits: torch.Tensor | None,
+        # [num_logits], input token of each row; entry i + 1 is row i's draft token
         draft_sampled: torch.Tensor,
+        # [num_logits], positions, which key each row's RNG
         pos: torch.Tensor,
+        # [num_reqs + 1], int32, exclusive prefix sum
         cu_num_logits: torch.Tensor,
+        # [num_reqs], slots
         idx_mapping: torch.Tensor,
+        # [num_reqs]
         idx_mapping_np: np.ndarray,
+        # [num_logits], slots
         expanded_idx_mapping: torch.Tensor,
+        # [num_logits], position within the request
         expanded_local_pos: torch.Tensor,
+        # [num_reqs]
         seq_lens_upper_bound_np: np.ndarray,
+        # [num_logits], `draft_sampled` with -1 for drafts that the grammar has not validated
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Verifies one chunk; arguments and result as in vLLM's `RejectionSampler._verify`.
-
-        Args:
-            logits: `[num_logits, vocab]`, each request's draft rows, then its bonus row.
-            draft_logits: `[max_num_reqs, num_speculative_steps, vocab]` or None.
-            draft_sampled: `[num_logits]`, the input token of each row, so that a row's draft token
-                is the entry after it.
-            pos: `[num_logits]` positions, which seed the random numbers.
-            cu_num_logits: `[num_reqs + 1]` int32, exclusive prefix sum.
-            idx_mapping: `[num_reqs]` request state of each request.
-            idx_mapping_np: the same on the host.
-            expanded_idx_mapping: `[num_logits]` request state of each row.
-            expanded_local_pos: `[num_logits]` position of each row within its request.
-            seq_lens_upper_bound_np: `[num_reqs]` on the host.
-            verify_draft_sampled: `draft_sampled`, but -1 for drafts that the grammar of their
-                request has not looked at: see `hooks.grammar`.
-
-        Returns:
-            The processed logits, the sampled tokens `[num_reqs, num_speculative_steps + 1]` and
-            their number per request.
-        """
+        """Verifies one chunk, as vLLM's `RejectionSampler._verify`."""
         if not self._is_warm:
-            shared = _shared(logits, draft_logits)
-            own = self.engine_params, self.reports, shared, draft_logits
-            warm_up(*own, self.sampler.use_fp64_gumbel, self.requests.pads_with_last_token)
+            warm_up(
+                engine_params=self.engine_params,
+                reports=self.reports,
+                logits=_shared(logits, draft_logits),
+                draft_logits=draft_logits,
+                use_fp64=self.sampler.use_fp64_gumbel,
+                pads_with_last_token=self.requests.pads_with_last_token,
+            )
             self._is_warm = True
         states = self.sampler.sampling_states
         features = self.requests.features(idx_mapping_np)
         if self.apply_temperature and not features & _LOGITS:
-            # vLLM would make a float32 copy of them.
-            processed, apply_temperature = logits, bool(features & _APPLY_TEMPERATURE)
+            # This avoids vLLM's float32 copy.
+            processed = logits
+            apply_temperature = bool(features & _APPLY_TEMPERATURE)
         else:
-            # Without a request that needs it, this is the logits themselves, as they are.
+            # If no request needs processing, vLLM returns the logits without a copy.
             apply_temperature = False
             processed = self.sampler.apply_sampling_params(
                 logits,
@@ -195,7 +181,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         sampling_inputs = None
         if samples:
-            sampling = SamplingTensors(temperature, states.seeds.gpu)
+            sampling = SamplingTensors(temperature=temperature, seeds=states.seeds.gpu)
             if draft_logits is not None:
                 draft_temperature, next_seeds = self.requests.draft_sampling
                 sampling = sampling._replace(
@@ -212,11 +198,17 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 apply_temperature=apply_temperature,
             )
         output = fused.verify(
-            step, self.engine_params.on(shared), constraints, step_counters, sampling_inputs
+            step,
+            self.engine_params.on(shared),
+            constraints=constraints,
+            step_counters=step_counters,
+            sampling_inputs=sampling_inputs,
         )
-        self._slots = expanded_idx_mapping, idx_mapping
+        self._row_slots = expanded_idx_mapping
+        self._slots = idx_mapping
         returns_ratios = samples and self.engine_params.config.logprobs == "sampled"
         self._table = step_counters.table if returns_ratios else None
+        # Tokens [num_reqs, num_speculative_steps + 1], and their number per request.
         return processed, output.output_token_ids, output.num_emitted
 
     def _get_logprobs_tensors(
@@ -228,77 +220,84 @@ class MarsRejectionSamplerV2(RejectionSampler):
         cu_num_logits_np: np.ndarray,
         max_num_logprobs: int,
     ) -> "LogprobsTensors | None":
-        """vLLM's, of the chunk that was verified last; arguments and result are the same.
-
-        Those of the tokens that a request names are among them, which vLLM's own leaves out.
-        """
-        found: LogprobsTensors | None
-        slots_of_rows, slots = self._slots
+        """Computes the logprobs of the last verified chunk, as vLLM's method."""
+        logprobs: LogprobsTensors | None
         if self._num_named:
-            # As vLLM's own does.
+            # vLLM's method leaves these logprobs out; otherwise this is the same.
             tokens = sampled.new_zeros(logits.shape[0])
-            own = tokens, sampled, sampled.stride(0), num_sampled, cu_num_logits
-            _flatten_sampled_kernel[(len(num_sampled),)](*own, num_warps=1)
-            counts: torch.Tensor | list[int] | None = None
+            _flatten_sampled_kernel[(len(num_sampled),)](
+                tokens,
+                sampled,
+                sampled.stride(0),
+                num_sampled,
+                cu_num_logits,
+                num_warps=1,
+            )
+            row_counts: torch.Tensor | list[int] | None = None
             if logits.shape[0] != len(num_sampled):
-                # Where adaptive verification cuts drafts, the host does not know their lengths.
-                is_cut = self.enable_adaptive_verification
-                counts = cu_num_logits.clone() if is_cut else cu_num_logits_np.tolist()
-            found = compute_topk_scores(
+                # Adaptive verification truncates drafts on the device only.
+                if self.enable_adaptive_verification:
+                    row_counts = cu_num_logits.clone()
+                else:
+                    row_counts = cu_num_logits_np.tolist()
+            logprobs = compute_topk_scores(
                 logits,
                 max(max_num_logprobs, 0),
                 tokens,
-                counts,
+                row_counts,
                 logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-                expanded_idx_mapping=slots_of_rows,
+                expanded_idx_mapping=self._row_slots,
                 max_per_req_token_ids=self._num_named,
                 logits_mode=self.sampler.logprobs_mode.endswith("logits"),
             )
         else:
-            found = super()._get_logprobs_tensors(
-                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            logprobs = super()._get_logprobs_tensors(
+                sampled,
+                num_sampled,
+                logits,
+                cu_num_logits,
+                cu_num_logits_np,
+                max_num_logprobs,
             )
-        if found is not None and self._table is not None:
-            temperature = self.sampler.sampling_states.temperature.gpu
+        if logprobs is not None and self._table is not None:
             add_log_ratios(
-                *(found.logprobs, found.logprob_token_ids, self._table),
-                *(temperature, slots, cu_num_logits),
+                logprobs=logprobs.logprobs,
+                token_ids=logprobs.logprob_token_ids,
+                table=self._table,
+                temperature=self.sampler.sampling_states.temperature.gpu,
+                slots=self._slots,
+                cu_num_logits=cu_num_logits,
             )
-        return found
+        return logprobs
 
 
 def _shared(logits: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Tensor:
-    """The logits of the tokens that target and draft share, which vLLM looks at."""
+    """Cuts the logits to the draft's vocabulary, as vLLM does."""
     if draft_logits is None or draft_logits.shape[-1] == logits.shape[1]:
         return logits
     return logits[:, : draft_logits.shape[-1]]
 
 
 def install(runner: Any, config: MarsConfig) -> None:
-    """Puts a `MarsRejectionSamplerV2` into a V2 model runner.
-
-    Args:
-        runner: vLLM's V2 `GPUModelRunner`, each time that it has loaded a model, with which vLLM
-            makes new samplers; as it is where it has no rejection sampler.
-        config: the options.
+    """Replaces the rejection sampler of a V2 runner, if it has one, after a model was loaded.
 
     Raises:
-        RuntimeError: the model or another extension brings a rejection sampler of its own, or
-            drafts cannot be drawn as the options say.
+        RuntimeError: the model or another extension has another rejection sampler, or the drafter
+            does not support the options.
     """
-    own = runner.rejection_sampler
-    if own is None:
+    vllm_sampler = runner.rejection_sampler
+    if vllm_sampler is None:
         return
-    require_own_sampler(own, RejectionSampler)
-    if not hasattr(runner, _SAMPLER):
-        setattr(runner, _SAMPLER, _attach(runner, config))
-    runner.rejection_sampler = getattr(runner, _SAMPLER)(own.sampler)
+    require_own_sampler(vllm_sampler, RejectionSampler)
+    if not hasattr(runner, _FACTORY):
+        setattr(runner, _FACTORY, _attach(runner, config))
+    runner.rejection_sampler = getattr(runner, _FACTORY)(vllm_sampler.sampler)
 
 
 def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectionSamplerV2]:
-    """Wraps what a runner calls in each step, once; gives what makes a sampler out of vLLM's."""
+    """Wraps a runner's methods, which must happen once, and returns a sampler factory."""
     spec_config = runner.speculative_config
-    # vLLM's drafts the last token again where nothing matches, to be rejected.
+    # If no n-gram matches, vLLM drafts copies of the last token, to be rejected.
     pads_with_last_token = spec_config.method == "ngram"
     is_probabilistic = spec_config.draft_sample_method == "probabilistic"
     requests = RequestsV2(config, runner.req_states, pads_with_last_token, is_probabilistic)
@@ -313,10 +312,17 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
         requests.leave(preempted, scheduler_output.finished_req_ids, counters)
         finish_requests(scheduler_output)
 
-    def renewed(sampler: Sampler) -> MarsRejectionSamplerV2:
+    def make_sampler(sampler: Sampler) -> MarsRejectionSamplerV2:
         sampler.logits_processors.append(requests)
-        own = engine_params, reports, requests, seeds_change
-        return MarsRejectionSamplerV2(sampler, spec_config, runner.device, *own)
+        return MarsRejectionSamplerV2(
+            sampler=sampler,
+            spec_config=spec_config,
+            device=runner.device,
+            engine_params=engine_params,
+            reports=reports,
+            requests=requests,
+            seeds_change=seeds_change,
+        )
 
     runner.finish_requests = leave_and_finish
     reports.attach_to_runner(runner)
@@ -328,4 +334,4 @@ def _attach(runner: Any, config: MarsConfig) -> Callable[[Sampler], MarsRejectio
             draft_logits.nbytes / 2**20,
             " x ".join(map(str, draft_logits.shape)),
         )
-    return renewed
+    return make_sampler

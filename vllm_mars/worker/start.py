@@ -1,4 +1,4 @@
-"""What both samplers do when they are put into a runner."""
+"""Startup check and log line of both samplers."""
 
 from logging import Logger
 
@@ -6,17 +6,9 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.worker.engine_params import LazyEngineParams
 
 
-def require_own_sampler(sampler: object, own: type) -> None:
-    """Refuses a runner whose rejection sampler is not vLLM's own class.
-
-    Args:
-        sampler: the runner's rejection sampler.
-        own: vLLM's class.
-
-    Raises:
-        RuntimeError: the sampler is of another class; the message names it.
-    """
-    if type(sampler) is not own:
+def require_own_sampler(sampler: object, vllm_class: type) -> None:
+    """Raises RuntimeError if a runner's rejection sampler is not of vLLM's class."""
+    if type(sampler) is not vllm_class:
         raise RuntimeError(
             f"The rejection sampler is already {type(sampler).__module__}."
             f"{type(sampler).__qualname__}, not vLLM's own; only one extension can verify drafts, "
@@ -25,22 +17,22 @@ def require_own_sampler(sampler: object, own: type) -> None:
 
 
 def log_start(engine_params: LazyEngineParams, logger: Logger, runner: str) -> None:
-    """Logs once, on the first tensor-parallel rank, what verification an engine does."""
+    """Logs the verification settings of an engine on its first tensor-parallel rank."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     if get_tensor_model_parallel_rank() != 0:
         return
     logger.info(
         "Margin-aware verification (MARS) is on: %s, %d protected tokens, model runner %s; %s",
-        _described(engine_params.config),
+        _settings(engine_params.config),
         len(engine_params.protected_token_ids),
         runner,
-        _loss(engine_params.config),
+        _lossiness(engine_params.config),
     )
 
 
-def _described(config: MarsConfig) -> str:
-    """The rule and the bound, as options."""
+def _settings(config: MarsConfig) -> str:
+    """Formats the rule and the bound as options."""
     unit = " nats per token" if config.rule.in_nats else ""
     rule = f"{config.rule.option}={config.value:g}{unit}"
     if config.sets_price:
@@ -54,7 +46,7 @@ def _described(config: MarsConfig) -> str:
     return f"{rule}, {bound}, mars_strict_opening={config.opening}{scope}"
 
 
-def _loss(config: MarsConfig) -> str:
+def _lossiness(config: MarsConfig) -> str:
     if config.lossy:
         return "the output is LOSSY: it can differ from the target's own."
     if config.clients_may_relax:

@@ -1,10 +1,8 @@
 """Compiles the Triton kernels before the first request, in every variant that serving reaches.
 
-Triton compiles a kernel for the dtypes, the constants and, of the logits, the alignment of its
-arguments, in about a second each. The samplers call this on their first call, which is vLLM's dummy
-run at start; what varies from step to step afterwards is no part of a variant, or is met here. What
-`counters.fused` launches beside a step is met by the requests that vLLM warms its own kernels with:
-they sample, and end.
+Triton specializes on dtypes, constants and the alignment of the logits, and takes about a second
+for each variant. The samplers warm up on their first call, in vLLM's dummy run at start. The other
+kernels of `counters.fused` are compiled by vLLM's warm-up requests, which are sampled and end.
 """
 
 import torch
@@ -20,60 +18,78 @@ from vllm_mars.worker.engine_params import LazyEngineParams
 def warm_up(
     engine_params: LazyEngineParams,
     reports: StepReports,
+    # [num_rows, vocab]; only the dtype, width and stride are read
     logits: torch.Tensor,
+    # [max_num_reqs, K, vocab]; None for fixed drafts
     draft_logits: torch.Tensor | None,
     use_fp64: bool = False,
     pads_with_last_token: bool = False,
 ) -> None:
-    """Compiles what the sampler reaches.
-
-    Args:
-        engine_params: of the engine.
-        reports: where its steps are written down.
-        logits: `[num_rows, vocab]` of a step; only its dtype, width and stride count.
-        draft_logits: `[max_num_reqs, K, vocab]` where drafts are drawn, else None.
-        use_fp64: whether the noise of a draw is float64.
-        pads_with_last_token: as `RequestsV2` has it.
-    """
-    device, config = logits.device, engine_params.config
-    inputs, end, zero = _ids(0, device).repeat(2), _ids(2, device), _ids(0, device)
-    # V2's slots are int64.
-    own = Records.new(1, device), zero.long(), zero, zero, reports.num_speculative_tokens
-    float_one, by_row = torch.ones(1, device=device), inputs.long()
-    sampling = SamplingTensors(float_one, zero.long())
+    """Verifies one dummy request in each variant that the sampler reaches."""
+    device = logits.device
+    zero = _ids(0, device)
+    zero_int64 = zero.long()
+    float_one = torch.ones(1, device=device)
+    input_ids = zero.repeat(2)
+    positions = input_ids.long()
+    cu_num_logits = _ids(2, device)
+    records = Records.new(1, device)
+    sampling = SamplingTensors(temperature=float_one, seeds=zero_int64)
     if draft_logits is not None:
         sampling = sampling._replace(draft_logits=draft_logits, draft_temperature=float_one)
+    sampling_inputs = SamplingInputs(
+        sampling=sampling,
+        pos=positions,
+        expanded_idx_mapping=positions,
+        expanded_local_pos=input_ids,
+        use_fp64=use_fp64,
+    )
+    with_temperature = sampling_inputs._replace(apply_temperature=True)
+    # float32 logits after vLLM's processors, which have applied the temperature.
     processed = torch.zeros((2, logits.shape[1]), device=device)
-    markers, ngram = MarkerTracker(config).markers(device), config.repeat_ngram
+    markers = MarkerTracker(engine_params.config).markers(device)
+    ngram = engine_params.config.repeat_ngram
     for rows in (*_row_layouts(logits), processed):
-        step, constraints = VerifyInputs(rows, inputs, end, *own), None
-        if markers is not None or ngram or pads_with_last_token:
-            text = (
-                new_ring(1, device),
-                zero[None],
-                step,
-                float_one,
-                markers,
-                ngram,
-                pads_with_last_token,
-            )
-            constraints = compute_constraints(*text)
-        sampling_inputs = SamplingInputs(sampling, by_row, by_row, inputs, use_fp64)
-        # What vLLM has processed has been divided.
-        with_temperature = (
-            () if rows is processed else (sampling_inputs._replace(apply_temperature=True),)
+        step = VerifyInputs(
+            logits=rows,
+            input_ids=input_ids,
+            cu_num_logits=cu_num_logits,
+            records=records,
+            # V2's slots are int64.
+            slots=zero_int64,
+            total_len=zero,
+            prompt_len=zero,
+            num_speculative_tokens=reports.num_speculative_tokens,
         )
-        for of_step in (None, sampling_inputs, *with_temperature):
-            step_counters = reports.step_counters(1, device, {})
-            fused.verify(step, engine_params.on(rows), constraints, step_counters, of_step)
+        constraints = None
+        if markers is not None or ngram or pads_with_last_token:
+            constraints = compute_constraints(
+                ring=new_ring(1, device),
+                tokens=zero[None],
+                step=step,
+                temperature=float_one,
+                markers=markers,
+                ngram=ngram,
+                pads_with_last_token=pads_with_last_token,
+            )
+        variants = [None, sampling_inputs]
+        if rows is not processed:
+            variants.append(with_temperature)
+        for variant in variants:
+            fused.verify(
+                step,
+                engine_params.on(rows),
+                constraints=constraints,
+                step_counters=reports.step_counters(1, device, {}),
+                sampling_inputs=variant,
+            )
 
 
 def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
-    """Two rows of zeros in each layout that the model's logits may have.
+    """Returns two rows of zeros in each layout that the model's logits may have.
 
-    Most models cut their padded output to the vocabulary, so the stride of a real step can be
-    divisible by 16 where that of the dummy run is not; and a part of a large batch may begin where
-    no 16 bytes do.
+    Most models slice padded logits to the vocabulary, so a real step's stride can be divisible by
+    16 even if the dummy run's is not, and a chunk of a large batch may not be 16-byte aligned.
     """
     vocab, itemsize = logits.shape[1], logits.element_size()
     strides = {vocab, logits.stride(0)}
