@@ -2,7 +2,7 @@
 
 Markers that this message leaves open are open where the answer begins
 (`vllm_mars.kernels.constraints.markers`). A token ends a message if the chat template uses it so,
-not because it is special: separators within a tool call are special, too. So the front end renders
+not because it is special: separators within a tool call are also special. So the front end renders
 the template once and looks for the tokens between the texts.
 """
 

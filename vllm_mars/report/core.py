@@ -26,11 +26,11 @@ def forward_reports(scheduler: Any, config: MarsConfig) -> None:
     # Steps that are scheduled but have not returned.
     num_in_flight = 0
     # First entries of the reports, by id of the requests that want one.
-    heads: dict[str, dict[str, Any]] = {}
+    asking: dict[str, dict[str, Any]] = {}
 
     def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
         if request.request_id not in scheduler.requests:
-            heads.pop(request.request_id, None)
+            asking.pop(request.request_id, None)
         result = add_request(request, *args, **kwargs)
         params = request.sampling_params
         # More input for an existing request has its id.
@@ -42,7 +42,7 @@ def forward_reports(scheduler: Any, config: MarsConfig) -> None:
             head: dict[str, Any] = in_force(options, config)
             if params.temperature != 0:
                 head["draft_sample_method"] = speculative_config.draft_sample_method
-            heads[request.request_id] = head
+            asking[request.request_id] = head
         return result
 
     def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
@@ -58,13 +58,13 @@ def forward_reports(scheduler: Any, config: MarsConfig) -> None:
         if report.counts is not None:
             counts = report.counts if counts is None else add_counts(counts, report.counts)
         # A client's abort removes a request between steps.
-        for request_id in [name for name in heads if name not in scheduler.requests]:
-            del heads[request_id]
+        for request_id in [name for name in asking if name not in scheduler.requests]:
+            del asking[request_id]
         result = update_from_output(scheduler_output, model_runner_output)
-        if heads:
+        if asking:
             for core_outputs in result.values():
                 for output in core_outputs.outputs:
-                    if (head := heads.get(output.request_id)) is not None:
+                    if (head := asking.get(output.request_id)) is not None:
                         send(head, report, output)
         return result
 
