@@ -54,7 +54,7 @@ class Options(BaseModel):
 
     Attributes:
         model: directory or name of the model; the packaged model if left out.
-        model_id: name of the model for clients; its last path component if left out.
+        model_id: name of the model for clients; the last component of `model` if left out.
         speculative_config: vLLM's, with the `mars_*` keys.
         engine_kwargs: further arguments of vLLM's `AsyncEngineArgs`, such as
             `tensor_parallel_size`.

@@ -77,7 +77,7 @@ class MarsConfig(_Values):
             repetitions, unlike a price.
         price: accepts the draft prefix of highest value, with tokens of any rank: each token gained
             is worth this many nats. In [0, 8192]; 0 is strict.
-        limit: the largest `max_loss` that a request may choose; None for the server's. A request
+        limit: the largest `max_loss` that a request may choose; None for the server's. Requests
             may always be stricter.
         protected_token_ids: tokens that are served as often as by the target, except by theta in
             sampled requests; None for the model's end-of-sequence and special tokens, () for none.
