@@ -1,6 +1,6 @@
-# Everything runs in .venv, which `make` builds once. The CUDA build of vLLM where nvidia-smi answers,
-# else the CPU build; say BUILD=cpu or BUILD=cuda to choose. VLLM=0.33 takes that release of vLLM, in
-# .venv-0.33.
+# Everything runs in .venv, which `make` builds once: with the CUDA build of vLLM if nvidia-smi works,
+# else with the CPU build. BUILD=cpu or BUILD=cuda overrides the choice. VLLM=0.33 uses that release of
+# vLLM, in .venv-0.33.
 
 VENV := .venv$(VLLM:%=-%)
 BIN := $(VENV)/bin
@@ -12,16 +12,16 @@ DEMO := $(VENV)/.demo-$(BUILD)
 ALL := $(VENV)/.all-$(BUILD)
 SITE := $(VENV)/.docs
 
-# Each engine imports vLLM anew: without bytecode on disk that takes twice as long.
+# Each engine imports vLLM again, which takes twice as long without bytecode on disk.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo docs figures test nightly fuzz soak gpu lint format clean
 
-# The demo needs less than the tests, and the site no vLLM, so each has a stamp; all install with uv
-# (install.py).
+# The demo needs fewer packages than the tests, and the site does not need vLLM, so each has a stamp.
+# All are installed with uv (install.py).
 install: $(ALL)
 
-# Of an environment whose making was interrupted the list of pip's files, written last, is missing.
+# pip's list of files is written last, so it is missing if creating the environment was interrupted.
 HAS_PIP = $(BIN)/python -c 'import importlib.metadata as it, sys; sys.exit(not it.files("pip"))'
 
 $(DEMO) $(ALL) $(SITE): setup.py install.py
@@ -37,41 +37,42 @@ $(SITE): EXTRAS := docs
 demo: $(DEMO)
 	$(BIN)/vllm-mars demo $(ARGS)
 
-# The pages as a site: open build/site/index.html. A dead link or anchor fails. npm, which comes with
-# Node.js, brings KaTeX into build/ once.
+# Builds the pages as a site: open build/site/index.html. A dead link or anchor is an error. npm, which
+# comes with Node.js, downloads KaTeX into build/ once.
 docs: $(SITE)
 	$(BIN)/mkdocs build --strict $(ARGS)
 
-# The tables of figures in the pages, out of benchmarks/results, and their pictures.
+# Generates the tables and pictures of the pages from benchmarks/results.
 figures: install
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.pictures
 
-# Tests that share an engine run on one worker, files without one side by side: two at a time, but
-# where engines would share a GPU one by one. Two engines on two cores must not spin while they wait:
-# that made both 2.4 times slower. Alone it costs, so timed runs leave the policy as it is.
+# Tests that share an engine run on one worker, and other files run in parallel, by default two at a
+# time. On a GPU, which engines would share, all run one after another. Two engines on two cores must
+# not spin while they wait: that made both 2.4 times slower. With a single engine the passive policy
+# costs time, so timed runs keep the default.
 WORKERS ?= $(if $(filter cpu,$(BUILD)),2,0)
 PYTEST = $(if $(filter 0,$(WORKERS)),,OMP_WAIT_POLICY=PASSIVE )$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder \
 	--durations 20
 test: install
 	$(PYTEST) --junitxml build/$@$(VLLM:%=-%).xml -m "not nightly" $(ARGS)
 
-# All of them: also the exhaustive grids and the long lives.
+# All tests, including exhaustive grids and long-running engines.
 nightly: install
 	$(PYTEST) --junitxml build/$@$(VLLM:%=-%).xml $(ARGS)
 
-# Random steps of the V2 sampler against the oracle, such as every night: make fuzz MINUTES=60 SEED=$$RANDOM
+# Tests random steps of the V2 sampler against the oracle. Every night: make fuzz MINUTES=60 SEED=$$RANDOM
 MINUTES ?= 10
 SEED ?= 0
 fuzz: install
 	TRITON_INTERPRET=1 PYTHONPATH=.:tests:tests/interpreted $(BIN)/python tests/conformance/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
-# A hostile client on a real server, watched for leaks, such as every night: make soak MINUTES=60
+# Runs a hostile client against a real server and checks for leaks. Every night: make soak MINUTES=60
 soak: install
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
-# All that waits for a GPU, in about ten minutes: make gpu ARGS="--model MODEL --draft DRAFT". Parts
-# that fail do not hold up the others, and a sweep goes on where it was.
+# Runs everything that needs a GPU, in about ten minutes: make gpu ARGS="--model MODEL --draft DRAFT".
+# A failed part does not stop the others, and an interrupted sweep resumes.
 PACKAGED := --draft vllm_mars/models/heads/smollm2-135m-eagle3 --server-arg=--dtype=bfloat16
 gpu: install
 	status=0; \

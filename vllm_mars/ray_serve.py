@@ -1,13 +1,12 @@
-"""A Ray Serve application with margin-aware verification: `serve run vllm_mars.ray_serve:app`.
-
-Ray's own parts do the work (`ray.serve.llm`): replicas and their autoscaling, routing, streaming,
-health checks and metrics. This module fills in their configuration, the packaged model and
-MARS by default, and refuses at once what would otherwise fail inside a replica.
+"""A Ray Serve application with margin-aware verification.
 
     serve run vllm_mars.ray_serve:app
     serve run vllm_mars.ray_serve:app model=MODEL min_replicas=2 max_replicas=8
 
-Options that are not words or numbers are JSON. docs/operating.md has the file for `serve deploy`.
+`ray.serve.llm` does the work: replicas and their autoscaling, routing, streaming, health checks and
+metrics. This module fills in its configuration, by default with the packaged model and MARS, and
+rejects at once what would otherwise fail inside a replica. Options that are not words or numbers
+are JSON. docs/operating.md has the file for `serve deploy`.
 """
 
 import contextlib
@@ -37,13 +36,13 @@ require_served_by_ray(versions()["vllm"])
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 SPECULATION = speculative_config(NGRAM, 4, **RECOMMENDED)
 PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
-# How often Ray asks a replica for its health, and how long it may take to answer.
+# Interval of Ray's health checks of a replica, and their timeout.
 HEALTH_PERIOD_SECONDS = 5.0
 HEALTH_TIMEOUT_SECONDS = 30.0
 
 
 def _parsed(value: Any) -> Any:
-    """The command line gives every value as text."""
+    """Parses JSON: the command line gives every value as text."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -51,22 +50,22 @@ Json = Annotated[dict[str, Any], BeforeValidator(_parsed)]
 
 
 class Options(BaseModel):
-    """What `serve run vllm_mars.ray_serve:app NAME=VALUE ...` or `args:` of a YAML file can set.
+    """Options for `serve run vllm_mars.ray_serve:app NAME=VALUE ...` or `args:` of a YAML file.
 
     Attributes:
         model: directory or name of the model; the packaged model if left out.
-        model_id: what clients call it; the model's last path component if left out.
+        model_id: name of the model for clients; the last component of `model` if left out.
         speculative_config: vLLM's, with the `mars_*` keys.
         engine_kwargs: further arguments of vLLM's `AsyncEngineArgs`, such as
             `tensor_parallel_size`.
-        min_replicas: fewest replicas; with 0 the first request waits for one.
-        max_replicas: most replicas; as many as `min_replicas`, or 1, if left out.
+        min_replicas: fewest replicas; at 0 the first request waits for one.
+        max_replicas: most replicas; `min_replicas`, but at least 1, if left out.
         target_ongoing_requests: requests per replica at which Ray adds another one.
         autoscaling: further keys of Ray's `AutoscalingConfig`, such as `downscale_delay_s`.
-        max_ongoing_requests: requests per replica beyond which Ray's router holds them back.
-        graceful_shutdown_timeout_s: seconds that a replica has to finish its answers when it is
-            replaced or no longer needed; what is left then breaks off.
-        routing: "prefix" sends requests that begin alike to the same replica while the load is
+        max_ongoing_requests: requests per replica beyond which Ray's router queues them.
+        graceful_shutdown_timeout_s: seconds for a replica to finish its answers when it is replaced
+            or no longer needed; unfinished answers are then cut off.
+        routing: "prefix" sends requests with a common prefix to the same replica while the load is
             even, for its prefix cache; "load" takes the less loaded of two replicas.
         accelerator_type: Ray's name of the GPU, such as "H100"; any if left out.
         runtime_env: Ray's, for the replicas and their workers.
@@ -90,26 +89,21 @@ class Options(BaseModel):
 
 
 class PackagedModelServer(LLMServer):
-    """Ray's server of one replica, after it has made the packaged model on its node."""
+    """Ray's server of one replica, which first builds the packaged model on its node."""
 
     async def __init__(self, llm_config: LLMConfig, **kwargs: Any) -> None:  # type: ignore[misc]
-        """Makes the model if this node has not, then starts the engine."""
+        """Builds the model if the node lacks it, then starts the engine."""
         source = getattr(llm_config.model_loading_config, "model_source", None)
-        if (made := str(ensure_model())) != source:
+        if (path := str(ensure_model())) != source:
             raise RuntimeError(
-                f"the packaged model is at {made} on this node, but at {source} where the "
+                f"the packaged model is at {path} on this node, but at {source} where the "
                 "application was built; set XDG_CACHE_HOME alike on all nodes."
             )
         await super().__init__(llm_config, **kwargs)
 
 
 def app(options: Options) -> Application:
-    """Builds the application, for the cluster that it will be on.
-
-    Raises:
-        ValueError: a bad option.
-        RuntimeError: a node has another version of Ray, vLLM or this package.
-    """
+    """Builds the application; RuntimeError if a node has another version of Ray, vLLM or MARS."""
     from vllm.platforms import current_platform
 
     engine_kwargs = _engine_kwargs(options)
@@ -136,52 +130,50 @@ def app(options: Options) -> Application:
         runtime_env=options.runtime_env or None,
         deployment_config=deployment,
         server_cls=None if options.model else PackagedModelServer,
-        # vLLM's metrics, this project's among them, on Ray's metrics port of each node.
+        # Exports vLLM's metrics, including this project's, on Ray's metrics port of each node.
         log_engine_metrics=True,
     )
-    # Streams pass through the ingress, which a changed application replaces, too.
+    # Streams pass through the ingress, which is also replaced if the application changes.
     ingress = {"graceful_shutdown_timeout_s": options.graceful_shutdown_timeout_s}
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
 
 
 def _engine_kwargs(options: Options) -> dict[str, Any]:
-    """The arguments of the replicas' engines, checked."""
-    found = {**options.engine_kwargs, "speculative_config": options.speculative_config}
+    """Returns the checked engine arguments of the replicas."""
+    kwargs = {**options.engine_kwargs, "speculative_config": options.speculative_config}
     is_mars = split_speculative_config(options.speculative_config)[0] is not None
-    # Ray gives these to vLLM's API server alone; the spans of tool calls follow from them.
-    told = {key: found[name] for name, key in SERVER_ARGUMENTS.items() if found.get(name)}
-    if is_mars and told:
-        found["additional_config"] = found.get("additional_config", {}) | told
-    return found
+    # Ray passes these only to vLLM's API server, but the spans of tool calls depend on them.
+    arguments = {key: kwargs[name] for name, key in SERVER_ARGUMENTS.items() if kwargs.get(name)}
+    if is_mars and arguments:
+        kwargs["additional_config"] = kwargs.get("additional_config", {}) | arguments
+    return kwargs
 
 
 def _autoscaling_config(options: Options) -> dict[str, Any]:
-    """Ray's, checked: Ray itself drops a key that it does not know."""
-    own = {
+    """Returns Ray's autoscaling config after checking its keys: Ray ignores unknown ones."""
+    from_options = {
         "min_replicas": options.min_replicas,
         "max_replicas": options.max_replicas or max(options.min_replicas, 1),
         "target_ongoing_requests": options.target_ongoing_requests,
     }
-    further = AutoscalingConfig.model_fields.keys() - own.keys()
+    further = AutoscalingConfig.model_fields.keys() - from_options.keys()
     if unknown := sorted(options.autoscaling.keys() - further):
         raise ValueError(
             f"autoscaling has {unknown[0]!r}; it may have {', '.join(sorted(further))}. "
-            f"{', '.join(own)} are options of their own."
+            f"{', '.join(from_options)} are options of their own."
         )
-    config = {**options.autoscaling, **own}
-    AutoscalingConfig(**config)  # raises where a value is bad
+    config = {**options.autoscaling, **from_options}
+    AutoscalingConfig(**config)  # raises if a value is bad
     return config
 
 
 @contextlib.contextmanager
 def _connected() -> Iterator[None]:
-    """Connects to the cluster that the application will be on, unless this process is connected.
-
-    `serve run` builds the application first and connects after that, with options of its own.
-    """
+    """Connects to the cluster that will run the application, if this process is not connected."""
     if ray.is_initialized():
         yield
         return
+    # `serve run` builds the application before it connects, so its address is used here.
     command = click.get_current_context(silent=True)
     address = command.params.get("address") if command else None
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -1,4 +1,4 @@
-"""The command `vllm-mars`: a table of commands, each with a module of its own."""
+"""The command `vllm-mars`, with one module per subcommand."""
 
 import argparse
 import signal
@@ -19,9 +19,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
-# Each module has `add_parser(commands)`, the packages it needs, `NEEDED`, and `run`, which takes by
-# name what the command line gives, lists as tuples; beside it the command in words and the extra
-# that brings these packages.
+# Module, description, and the extra that installs the packages in its `NEEDED`. A module also has
+# `add_parser(commands)` and `run`, which takes the parsed arguments by name, lists as tuples.
 COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
     "serve": (vllm_cli, "serving", "cuda"),
     "model": (packaged_model, "making the packaged model", "demo"),
@@ -33,24 +32,24 @@ COMMANDS: dict[str, tuple[ModuleType, str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line: these arguments, or those of the process.
+    """Runs the command line, by default with the process's arguments.
 
     Returns:
-        0, 1 after an error with a message on standard error, 130 after Ctrl-C. Wrong usage exits
-        with 2, SIGTERM with 143, both after everything that was started has ended.
+        0 on success, 1 after an error with a message on standard error, 130 after Ctrl-C. Bad usage
+        exits with 2, SIGTERM with 143; all processes that were started have ended before.
     """
     args = _parser().parse_args(argv)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
         if value is not None
     }
-    module, what, extra = COMMANDS[given.pop("command")]
-    # Python ends at once on SIGTERM; as an exception it closes what is open, like Ctrl-C.
+    module, description, extra = COMMANDS[arguments.pop("command")]
+    # By default SIGTERM ends Python at once; an exception closes open resources first, like Ctrl-C.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     try:
-        require(what, extra, module.NEEDED)
-        status: int = module.run(**given)
+        require(description, extra, module.NEEDED)
+        status: int = module.run(**arguments)
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

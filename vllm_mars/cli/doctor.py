@@ -1,7 +1,7 @@
-"""`vllm-mars doctor`: whether an install fits together, and whether a server really relaxes.
+"""`vllm-mars doctor`: checks an install, or whether a running server really relaxes.
 
-A patch of an inference engine fails most often in silence: it is installed, and nothing comes of
-it. So the doctor does not only look for the parts, it asks a server and looks at what it gains.
+A patch of an inference engine usually fails silently: it is installed but has no effect. So the
+doctor not only checks the parts, but also sends requests to a server and measures the gain.
 """
 
 import importlib.metadata
@@ -33,7 +33,8 @@ from vllm_mars.servers.scrape import (
 )
 
 NEEDED = ()
-PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "mars"
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN = "mars"
 PROBE_TOKENS = 48
 REQUEST_TIMEOUT = 120.0
 METRICS_TIMEOUT = 5.0
@@ -43,24 +44,22 @@ _STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """Result of one check, with the way out of a fault in the text."""
 
-    Attributes:
-        state: "ok", "note" for what is worth knowing, "fault" for what is wrong or not shown.
-        text: in words, with the way out of a fault.
-    """
-
+    # "note" is information; "fault" is a problem, or something that could not be shown.
     state: State
     text: str
 
 
 _fault = partial(Finding, "fault")
-_FIXED = (
+_FIXED_DRAFTS = (
     "requests that give no temperature sample here, and drafts are fixed, as of ngram and with "
     'theta: a head or draft model gains more with "draft_sample_method": "probabilistic", at the '
     "same loss."
 )
-_DRAWN = "requests that give no temperature sample here, and drafts are probabilistic"
+_PROBABILISTIC_DRAFTS = (
+    "requests that give no temperature sample here, and drafts are probabilistic"
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -79,7 +78,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(url: str | None = None) -> int:
-    """Prints what is found here, or at a server; returns 0, or 1 where there is a fault."""
+    """Prints findings about this environment or a server; returns 1 if there is a fault, else 0."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -88,7 +87,7 @@ def run(url: str | None = None) -> int:
     faults = 0
     for state, text in findings_here() if url is None else findings_at(url):
         line = Table.grid(padding=(0, 2))
-        # As text, not as markup, for which the extra in `pip install '.[cuda]'` would be a style.
+        # Text, not markup, in which the extra in `pip install '.[cuda]'` would be a style.
         line.add_row(f"[{_STYLES[state]}]{state:5}[/]", Text(text))
         console.print(line)
         faults += state == "fault"
@@ -97,10 +96,9 @@ def run(url: str | None = None) -> int:
 
 
 def findings_here() -> Iterator[Finding]:
-    """Looks at this environment; imports vLLM, which takes some seconds."""
-    found = versions()
-    listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    yield Finding("ok", listed)
+    """Checks this environment; imports vLLM, which takes some seconds."""
+    installed = [f"{name} {version}" for name, version in versions().items() if version]
+    yield Finding("ok", ", ".join(installed))
     if importlib.util.find_spec("vllm") is None:
         yield _fault(f"vLLM is not installed here; {INSTALL_VLLM}")
         return
@@ -117,7 +115,7 @@ def findings_here() -> Iterator[Finding]:
 
 
 def _interfaces(version: str) -> Iterator[Finding]:
-    """Whether the installed vLLM is one that this package is written for, part by part."""
+    """Checks the interfaces of the installed vLLM, part by part."""
     from vllm.platforms import current_platform
 
     fits = True
@@ -141,7 +139,7 @@ def _interfaces(version: str) -> Iterator[Finding]:
 
 
 def _adaptive(runner: str) -> Finding:
-    """Whether drafts can be cut beside MARS."""
+    """Checks whether adaptive verification can run together with MARS."""
     try:
         check_interfaces(ADAPTIVE)
     except RuntimeError as error:
@@ -157,7 +155,7 @@ def _adaptive(runner: str) -> Finding:
 
 
 def _plugin() -> Finding:
-    """Whether vLLM will load the plugin in each of its processes on this machine."""
+    """Checks whether vLLM will load the plugin in all of its processes on this machine."""
     entries = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN)
     if not entries:
         return _fault(
@@ -183,11 +181,7 @@ def _lock() -> Finding:
 
 
 def findings_at(url: str) -> Iterator[Finding]:
-    """Looks at a running server, and asks it until its rule gains something.
-
-    Raises:
-        ValueError: it is no HTTP address.
-    """
+    """Checks a running server with requests; ValueError if `url` is not an HTTP address."""
     address = _metrics_url(url)
     try:
         probe = _Probe(address)
@@ -198,64 +192,63 @@ def findings_at(url: str) -> Iterator[Finding]:
 
 
 class _Probe:
-    """Requests to a server, and how its metrics rise with them."""
+    """Sends requests to a server and reads the increase of its metrics."""
 
     def __init__(self, metrics_url: str) -> None:
         self._metrics_url = metrics_url
         self._before = _read(metrics_url)
-        # What its requests ask for.
-        self._own: dict[str, float] = {}
+        # Bound of the requests, if the server is strict by default.
+        self._bound: dict[str, float] = {}
         api_key = os.environ.get("OPENAI_API_KEY", "none")
         base_url = metrics_url.removesuffix("/metrics")
         self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
 
     def findings(self) -> Iterator[Finding]:
-        """Asks prompt after prompt until the rule has gained something.
-
-        Raises:
-            RuntimeError: the server does not answer as it should.
-        """
-        tokens, told = 0, None
+        """Sends one prompt after another until the rule has gained something."""
+        tokens = 0
+        report = None
         for number, prompt in enumerate(load_prompts()):
-            told, more = self._ask(prompt.turns[0])
-            tokens += more
+            report, num_tokens = self._complete(prompt.turns[0])
+            tokens += num_tokens
             if number == 0:
-                if told is None:
+                if report is None:
                     raise RuntimeError(
                         "the answer lacks mars_return's report, though it was asked for: the "
                         "server that answers is not the one whose metrics were read."
                     )
-                yield _rule(told)
-                if _is_strict(told):
-                    self._own = self._loosest()
-                    if not self._own:
+                yield _rule(report)
+                if _is_strict(report):
+                    self._bound = self._loosest_bound()
+                    if not self._bound:
                         return
-                    told, more = self._ask(prompt.turns[0])
-                    tokens += more
-                    # An overrides file may hold it to strict verification.
-                    if told is None or _is_strict(told):
+                    report, num_tokens = self._complete(prompt.turns[0])
+                    tokens += num_tokens
+                    # An overrides file may force strict verification.
+                    if report is None or _is_strict(report):
                         return
-                    (asked,) = (f"{option} {value:g}" for option, value in self._own.items())
-                    yield Finding("ok", f"a request may ask for {asked}, lossy")
-            if _total(self._rise(tokens), GAINED):
+                    (bound,) = (f"{option} {value:g}" for option, value in self._bound.items())
+                    yield Finding("ok", f"a request may ask for {bound}, lossy")
+            if _total(self._increase(tokens), GAINED):
                 break
-        yield _verdict(self._rise(tokens), tokens, told or {})
-        # Without a temperature vLLM takes the model's own, which is seldom 0.
-        told, _ = self._ask(prompt.turns[0], max_tokens=1, temperature=None)
-        how = (told or {}).get("draft_sample_method")
-        if how is not None:
-            yield Finding("note", _FIXED) if how == "greedy" else Finding("ok", _DRAWN)
+        yield _verdict(self._increase(tokens), tokens, report or {})
+        # Without a temperature vLLM uses the model's default, which is seldom 0.
+        report, _ = self._complete(prompt.turns[0], max_tokens=1, temperature=None)
+        method = (report or {}).get("draft_sample_method")
+        if method == "greedy":
+            yield Finding("note", _FIXED_DRAFTS)
+        elif method is not None:
+            yield Finding("ok", _PROBABILISTIC_DRAFTS)
 
-    def _loosest(self) -> dict[str, float]:
-        """What a request may ask a strict server for; nothing where that is strict, too."""
+    def _loosest_bound(self) -> dict[str, float]:
+        """Returns the largest bound that a request may set; empty if it can only be strict."""
         named = ((key.partition("{")[0], value) for key, value in self._before.items())
         allowed = max((value for name, value in named if name == ALLOWED), default=0.0)
         return {"mars_max_loss": allowed} if allowed else {}
 
-    def _ask(
+    def _complete(
         self, prompt: str, max_tokens: int = PROBE_TOKENS, temperature: float | None = 0.0
     ) -> tuple[dict[str, Any] | None, int]:
-        """One answer: what it tells of its verification, and its tokens."""
+        """Requests an answer; returns its report of verification and its number of tokens."""
         import openai
 
         sampling = {} if temperature is None else {"temperature": temperature}
@@ -267,15 +260,15 @@ class _Probe:
                 max_tokens=max_tokens,
                 extra_body={
                     "ignore_eos": True,
-                    "vllm_xargs": {"mars_return": True, **self._own},
+                    "vllm_xargs": {"mars_return": True, **self._bound},
                     **sampling,
                 },
             )
         except openai.OpenAIError as error:
             if temperature is None and isinstance(error, openai.BadRequestError):
-                why = str(error).rstrip(".")
+                reason = str(error).rstrip(".")
                 raise RuntimeError(
-                    f"a request that gives no temperature was refused: {why}; it has the "
+                    f"a request that gives no temperature was refused: {reason}; it has the "
                     "defaults of the model's generation_config.json, and vLLM takes no min_p "
                     "beside speculation: start the server with --override-generation-config "
                     "'{\"min_p\": 0}'."
@@ -288,23 +281,22 @@ class _Probe:
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return next(iter(metrics.get("mars") or ()), None), tokens
 
-    def _rise(self, tokens: int) -> dict[str, float]:
-        """What was counted since the first request, once the metrics know of these tokens.
-
-        The counts of verification come later: a GPU hands them over about once a second.
-        """
+    def _increase(self, tokens: int) -> dict[str, float]:
+        """Returns the increase of the metrics since the start, once they include these tokens."""
+        # The counts of verification come later: a GPU reports them about once a second.
         deadline = time.monotonic() + METRICS_TIMEOUT
         while True:
             now = _read(self._metrics_url)
-            rise = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
-            known = _total(rise, GENERATED_TOKENS) >= tokens and _total(rise, VERIFIED) > 0
-            if known or time.monotonic() > deadline:
-                return rise
+            increase = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
+            has_tokens = _total(increase, GENERATED_TOKENS) >= tokens
+            is_complete = has_tokens and _total(increase, VERIFIED) > 0
+            if is_complete or time.monotonic() > deadline:
+                return increase
             time.sleep(0.1)
 
 
 def _metrics_url(url: str) -> str:
-    """The address of a server's metrics; `url` may lack the scheme, or end in `/v1`."""
+    """Returns the address of a server's metrics; `url` may lack the scheme or end in `/v1`."""
     full = url if "://" in url else f"http://{url}"
     parts = urllib.parse.urlsplit(full)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -315,13 +307,9 @@ def _metrics_url(url: str) -> str:
 
 
 def _read(url: str) -> dict[str, float]:
-    """A server's metrics.
-
-    Raises:
-        RuntimeError: nothing answers there, or not with the metrics of margin-aware verification.
-    """
+    """Reads a server's metrics; RuntimeError if they lack those of margin-aware verification."""
     try:
-        found = totals(url, METRICS_TIMEOUT)
+        metrics = totals(url, METRICS_TIMEOUT)
     except OSError as error:
         raise RuntimeError(
             f"{url} does not answer: {error}; give the address of a running vLLM server."
@@ -331,27 +319,27 @@ def _read(url: str) -> dict[str, float]:
             f"{url} answers, but not with Prometheus metrics ({error}); give the address of a "
             "running vLLM server."
         ) from error
-    if not any(key.startswith("vllm:mars_") for key in found):
+    if not any(key.startswith("vllm:mars_") for key in metrics):
         raise RuntimeError(
             f"{url} has no vllm:mars_* metrics; start the server with rejection_sample_method "
             "'mars' and without --disable-log-stats."
         )
-    return found
+    return metrics
 
 
 def _total(values: Mapping[str, float], name: str) -> float:
-    """The sum over all labels."""
+    """Sums a metric over all labels."""
     return sum(value for key, value in values.items() if key.partition("{")[0] == name)
 
 
-def _is_strict(told: dict[str, Any]) -> bool:
-    return any(told.get(name) == rule.strict for name, rule in RULES.items())
+def _is_strict(report: dict[str, Any]) -> bool:
+    return any(report.get(name) == rule.strict for name, rule in RULES.items())
 
 
-def _rule(told: dict[str, Any]) -> Finding:
-    """The rule in force for a request that chooses nothing."""
-    (rule,) = (f"{name} {told[name]:g}" for name in (*RULES, "max_loss") if name in told)
-    if _is_strict(told):
+def _rule(report: dict[str, Any]) -> Finding:
+    """Reports the rule in force for a request with default options."""
+    (rule,) = (f"{name} {report[name]:g}" for name in (*RULES, "max_loss") if name in report)
+    if _is_strict(report):
         return Finding(
             "note",
             f"in force: {rule}, which is strict by choice: nothing is relaxed "
@@ -360,16 +348,17 @@ def _rule(told: dict[str, Any]) -> Finding:
     return Finding("ok", f"in force: {rule}, lossy")
 
 
-def _verdict(rise: Mapping[str, float], tokens: int, told: Mapping[str, Any]) -> Finding:
-    """Whether the rule gained anything, and if not, how far verification came."""
-    gained, verified = _total(rise, GAINED), _total(rise, RELAXABLE)
+def _verdict(increase: Mapping[str, float], tokens: int, report: Mapping[str, Any]) -> Finding:
+    """Reports whether the rule gained anything, and if not, why."""
+    gained = _total(increase, GAINED)
+    verified = _total(increase, RELAXABLE)
     if gained:
-        asked = f" of the {told['max_loss']:g} allowed" if "max_loss" in told else ""
+        allowed = f" of the {report['max_loss']:g} allowed" if "max_loss" in report else ""
         return Finding(
             "ok",
             f"gained {gained:.1f} draft tokens at {verified:.0f} verified positions within "
-            f"{tokens} tokens, and lost {_total(rise, LOST_NATS) / tokens:.4f} nats per "
-            f"token{asked}",
+            f"{tokens} tokens, and lost {_total(increase, LOST_NATS) / tokens:.4f} nats per "
+            f"token{allowed}",
         )
     if not verified:
         problem = (
@@ -377,7 +366,7 @@ def _verdict(rise: Mapping[str, float], tokens: int, told: Mapping[str, Any]) ->
             "neither speculation nor MARS has any effect."
         )
     else:
-        refused = {key.split('"')[1]: rise[key] for key in rise if key.startswith(REFUSED)}
+        refused = {key.split('"')[1]: n for key, n in increase.items() if key.startswith(REFUSED)}
         reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
         problem = (
             f"nothing was gained at {verified:.0f} verified positions; refusals: "

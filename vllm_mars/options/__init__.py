@@ -1,1 +1,1 @@
-"""The user's options: of a server, of a request, of an operator."""
+"""Options of a server, of a request and of an operator."""

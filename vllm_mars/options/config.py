@@ -1,4 +1,4 @@
-"""The user's options: read from vLLM's speculative config, validated, carried to the workers."""
+"""Server options, parsed from vLLM's speculative config and validated."""
 
 import dataclasses
 import difflib
@@ -14,51 +14,51 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 METHOD = "mars"
-# The key in vLLM's `additional_config` under which the options travel to the workers.
+# Key of vLLM's `additional_config` that carries the options to the workers.
 CONFIG_KEY = METHOD
-# Arguments of vLLM's command line that its API server alone knows, and the keys there under which
-# whoever makes engine arguments without a command line names them.
+# Command-line arguments that only vLLM's API server receives, and their keys in `additional_config`
+# for callers that create engine arguments without a command line.
 SERVER_ARGUMENTS = {
     "tool_call_parser": "mars_tool_call_parser",
     "chat_template": "mars_chat_template",
 }
 OPTION_PREFIX = "mars_"
-# Methods of vLLM itself that do not keep the target's distribution.
+# Rejection sampling methods of vLLM that do not preserve the target's distribution.
 LOSSY_VLLM_METHODS = ("synthetic", "fly")
 
-# In nats per token, where neither a rule nor a bound is named.
+# Nats per token; applies if neither a rule nor a bound is given.
 DEFAULT_MAX_LOSS = 0.02
-# Tokens of an n-gram that the guard against repetition looks for.
+# Length of the n-grams whose repetition is never relaxed.
 _NGRAM = 4
-# Strict tokens at an answer's begin by default with a price or a bound, and the most.
+# Strict tokens at the start of an answer: the default with a price or a bound, and the maximum.
 _DEFAULT_OPENING = 8
 MOST_OPENING = 1 << 20
-# The price in nats that a bound of 1 nat per token sets for greedy requests and, at temperature 1,
-# with fixed and with drawn drafts: found on answers of one model, so that requests spend about what
-# their bound says (docs/how-it-works.md).
+# Prices in nats that a bound of 1 nat per token sets: for greedy requests and for fixed drafts at
+# temperature 1, and for probabilistic drafts at temperature 1. Fitted to answers of one model, so
+# that requests lose about as much as their bound allows (docs/how-it-works.md).
 FIXED_PRICE, DRAWN_PRICE = 3.2, 4.5
-# Shares of a request's temperature. By the default a price leaves the text about as probable as the
-# target's own; between 0.8 and 0.9 as much is accepted. vLLM takes no temperature between 0 and
-# 0.01, and what is left of that by the least share still counts as sampling.
+# Draft temperature as a fraction of the request's. With the default, text at a price is about as
+# probable as the target's; acceptance is the same from 0.8 to 0.9. The smallest temperature that
+# vLLM accepts above 0 is 0.01, and the smallest fraction of it still counts as sampling.
 _DEFAULT_DRAFT_TEMPERATURE = 0.85
 _DRAFT_TEMPERATURES = (0.01, 2)
-# What the integers of a record hold, in nats per token.
+# Nats per token; more would not fit into the integers of a request's record.
 MOST_MAX_LOSS = 1024
-# What of an answer may be relaxed; `vllm_mars.worker.records` numbers them in this order.
+# Parts of an answer that may be relaxed, in the order of `vllm_mars.worker.records`.
 Scope = Literal["all", "thinking", "answer"]
 SCOPES: tuple[Scope, ...] = ("all", "thinking", "answer")
-# Characters of a value that an error repeats.
+# Maximum length of a value in an error, in characters.
 _SHOWN = 80
-# A field that the front end fills in, not the user.
+# Metadata of fields that the front end sets, not the user.
 _RESOLVED = {"resolved": True}
 
-# A start and an end token: ids, or, as a user may write them, their text. Without an end the span
-# lasts to the end of the request.
+# Start and end token of a span, as ids or, in the user's options, as text. A span without an end
+# token lasts to the end of the request.
 Token = int | str
 Span = tuple[Token, Token | None]
 
 
-# A field for each rule.
+# One field per rule.
 _Values: Any = dataclasses.make_dataclass(
     "_Values", [(name, float | None, None) for name in RULES], frozen=True
 )
@@ -68,41 +68,40 @@ _Values: Any = dataclasses.make_dataclass(
 class MarsConfig(_Values):
     """Validated options of margin-aware verification.
 
-    One of `theta` and `price` names the rule. Without either, `max_loss` sets the price.
+    `theta` or `price` selects the rule. With neither, `max_loss` sets the price.
 
     Attributes:
-        theta: the paper's rule: a runner-up is accepted where z2 > theta * z1. In (0, 1]; 1 is
-            strict, near 0 every runner-up with a positive logit is accepted. Where a request
-            samples it accepts them outright, whatever else the target gives weight: it keeps no
-            promise about ends, markers and repetitions then, which a price does.
-        price: the prefix of the draft is accepted, tokens of any rank among it, that is worth most:
-            each token gained may cost so many nats. In [0, 8192]; 0 is strict.
-        limit: the largest `max_loss` that a request may ask for; None for the server's own. A
-            request may always be stricter.
-        protected_token_ids: tokens that are served as often as the target would, but by theta
-            where a request samples; None means the end-of-sequence and special tokens of the
-            model, () none.
-        strict_spans: pairs of tokens between which verification is strict; None means the markers
-            of the server's tool parser, () none.
-        strict_opening: so many tokens of an answer are verified strictly first, and again behind
-            its thinking section; in [0, 2**20], None for 8 with a price or a bound, else 0.
-        max_loss: an answer of n tokens loses at most max_loss * (n + 100) nats against the target;
-            in [0, 1024]. 0 is strict, None sets no bound, and means 0.02 without a rule.
-        scope: what of an answer may be relaxed: "all" of it, its "thinking" section alone, or the
-            "answer" alone, which is all but that section.
-        draft_temperature: what drawn drafts are drawn at, as a share of the request's temperature,
-            in [0.01, 2]; 1 is vLLM's own, None is 0.85. Those of strict requests are drawn at 1.
-            Not lossy, whatever it is.
-        logprobs: "target" leaves the logprobs of answers as they are; "sampled" makes that of each
-            token which a request sampled the one under what was served.
-        thinking_start: id of the token that begins the thinking section; filled in by the front
-            end. There is none without an end.
-        thinking_end: id of the token that ends it, likewise.
-        turns: ids of the tokens by which the server's chat template ends a message, likewise; None
-            where they are not known.
+        theta: the paper's rule: accepts a runner-up if z2 > theta * z1. In (0, 1]; 1 is strict, and
+            near 0 every runner-up with a positive logit is accepted. In sampled requests it accepts
+            runner-ups with certainty, and then gives no guarantee about ends, markers and
+            repetitions, unlike a price.
+        price: accepts the draft prefix of highest value, with tokens of any rank: each token gained
+            is worth this many nats. In [0, 8192]; 0 is strict.
+        limit: the largest `max_loss` that a request may choose; None for the server's. Requests
+            may always be stricter.
+        protected_token_ids: tokens that are served as often as by the target, except by theta in
+            sampled requests; None for the model's end-of-sequence and special tokens, () for none.
+        strict_spans: pairs of start and end tokens with strict verification between them; None for
+            the markers of the server's tool parser, () for none.
+        strict_opening: number of tokens that are verified strictly at the start of an answer and
+            again after its thinking section. In [0, 2**20]; None for 8 with a price or a bound,
+            else 0.
+        max_loss: an answer of n tokens loses at most max_loss * (n + 100) nats against the target.
+            In [0, 1024]; 0 is strict. None sets no bound, or 0.02 if there is no rule either.
+        scope: the part of an answer that may be relaxed: "all" of it, only its "thinking" section,
+            or the "answer", which is everything but that section.
+        draft_temperature: temperature of probabilistic drafts as a fraction of the request's. In
+            [0.01, 2]; 1 is vLLM's behavior, None is 0.85. Strict requests use 1. No value is lossy.
+        logprobs: "target" leaves the logprobs of answers unchanged; "sampled" replaces the logprob
+            of each sampled token by its log-probability in the served distribution.
+        thinking_start: id of the token that begins the thinking section, set by the front end; None
+            if there is no such section or only its end is known.
+        thinking_end: id of the token that ends the thinking section, set by the front end.
+        turns: ids of the tokens that end a message in the server's chat template, set by the front
+            end; None if they are unknown.
 
     Raises:
-        ValueError: an option is of the wrong type or out of range, or two rules are named.
+        ValueError: an option has the wrong type or is out of range, or two rules are given.
     """
 
     limit: float | None = None
@@ -144,14 +143,14 @@ class MarsConfig(_Values):
             )
 
     def _check_rule(self) -> None:
-        given = self._given()
-        if len(given) > 1:
-            named = " and ".join(f"{rule.option}={shown(value)}" for rule, value in given)
+        values = self._rule_values()
+        if len(values) > 1:
+            named = " and ".join(f"{rule.option}={shown(value)}" for rule, value in values)
             options = ", ".join(rule.option for rule in RULES.values())
-            raise ValueError(f"{named} name {len(given)} rules; give one of {options}.")
-        if not given and self.max_loss is None:
+            raise ValueError(f"{named} name {len(values)} rules; give one of {options}.")
+        if not values and self.max_loss is None:
             object.__setattr__(self, "max_loss", DEFAULT_MAX_LOSS)
-        for rule, value in given:
+        for rule, value in values:
             check_value(rule, value)
 
     def _check_limit(self) -> None:
@@ -171,73 +170,67 @@ class MarsConfig(_Values):
                 "as their server; leave it out, or have the server itself stricter (mars_max_loss)."
             )
 
-    def _given(self) -> list[tuple[Rule, float]]:
-        """The rules that are named, and their values."""
+    def _rule_values(self) -> list[tuple[Rule, float]]:
+        """Rules that are given, with their values."""
         values = ((rule, getattr(self, rule.name)) for rule in RULES.values())
         return [(rule, value) for rule, value in values if value is not None]
 
     @property
     def rule(self) -> Rule:
-        """The rule of this server."""
-        return next((rule for rule, _ in self._given()), PRICE)
+        """The server's rule; the price if only a bound is given."""
+        return next((rule for rule, _ in self._rule_values()), PRICE)
 
     @property
     def sets_price(self) -> bool:
-        """Whether the bound sets the price of a request that names none."""
-        return not self._given()
+        """Whether the bound sets the price of requests that give none."""
+        return not self._rule_values()
 
     @property
     def value(self) -> float:
-        """The rule's value for a request that chooses nothing; infinity for `sets_price`."""
-        return next((float(value) for _, value in self._given()), math.inf)
+        """Default value of the rule; infinity if `sets_price`."""
+        return next((float(value) for _, value in self._rule_values()), math.inf)
 
     @property
     def most_max_loss(self) -> float:
-        """The largest bound that a request may ask for, and the most that any answer may lose."""
-        given = self.max_loss if self.limit is None else self.limit
-        return math.inf if given is None else float(given)
+        """The largest bound that a request may choose, in nats per token."""
+        bound = self.max_loss if self.limit is None else self.limit
+        return math.inf if bound is None else float(bound)
 
     @property
     def repeat_ngram(self) -> int:
-        """Tokens of an n-gram that the guard against repetition looks for; 0 for no guard."""
+        """Length of the n-grams whose repetition is never relaxed; 0 for no check."""
         return 0 if self.rule.outright else _NGRAM
 
     @property
     def opening(self) -> int:
-        """Tokens that are verified strictly first."""
+        """Number of strict tokens at the start of an answer."""
         if self.strict_opening is None:
             return 0 if self.rule.outright and self.max_loss is None else _DEFAULT_OPENING
         return self.strict_opening
 
     @property
     def draft_share(self) -> float:
-        """The share of its temperature that drafts of a lossy request are drawn at."""
-        given = self.draft_temperature
-        return _DEFAULT_DRAFT_TEMPERATURE if given is None else float(given)
+        """Draft temperature of lossy requests as a fraction of the request's."""
+        share = self.draft_temperature
+        return _DEFAULT_DRAFT_TEMPERATURE if share is None else float(share)
 
     @property
     def lossy(self) -> bool:
-        """Whether the output can differ from vLLM's own for a request that chooses nothing."""
+        """Whether the output of default requests can differ from vLLM's."""
         return self.value != self.rule.strict and self.max_loss != 0
 
     @property
     def clients_may_relax(self) -> bool:
-        """Whether a request can choose lossy verification for itself."""
+        """Whether a request can choose lossy verification."""
         return self.most_max_loss != 0 and self.value != self.rule.strict
 
     def to_json(self) -> dict[str, Any]:
-        """The options as plain JSON, of which `MarsConfig(**options)` makes them again."""
+        """Options as plain JSON: the keyword arguments of an equal `MarsConfig`."""
         return dataclasses.asdict(self)
 
 
 def price_of_bound(max_loss: float, temperature: float, is_probabilistic: bool) -> float:
-    """The price in nats that a bound sets for a request.
-
-    Args:
-        max_loss: the bound in nats per token, >= 0.
-        temperature: of the request, >= 0; 0 is greedy.
-        is_probabilistic: whether drafts are drawn where requests sample.
-    """
+    """Returns the price in nats that a bound in nats per token sets; temperature 0 is greedy."""
     if temperature == 0:
         return FIXED_PRICE * math.sqrt(max_loss)
     return (DRAWN_PRICE if is_probabilistic else FIXED_PRICE) * math.sqrt(max_loss / temperature)
@@ -246,15 +239,10 @@ def price_of_bound(max_loss: float, temperature: float, is_probabilistic: bool) 
 def split_speculative_config(
     speculative_config: Mapping[str, Any],
 ) -> tuple[MarsConfig | None, dict[str, Any]]:
-    """Takes this project's options out of vLLM's speculative config.
+    """Splits vLLM's speculative config into validated options and the config for vLLM.
 
-    Args:
-        speculative_config: the user's dict; dashes in keys count as underscores, as in vLLM. It is
-            not changed.
-
-    Returns:
-        The validated options, or None where "mars" is not the rejection sample method, and the dict
-        for vLLM, in which the method is then "standard".
+    The options are None unless "mars" is the rejection sample method, which becomes "standard" for
+    vLLM. Dashes in keys count as underscores, as in vLLM.
 
     Raises:
         ValueError: a bad option, an unknown `mars_*` key, or `mars_*` keys without the method.
@@ -264,9 +252,9 @@ def split_speculative_config(
     method = config.get("rejection_sample_method", "standard")
     if method != METHOD:
         if options:
-            given = ", ".join(f"{_name(key)}={shown(value)}" for key, value in options.items())
+            listed = ", ".join(f"{_name(key)}={shown(value)}" for key, value in options.items())
             raise ValueError(
-                f"{given} is given, but rejection_sample_method is {method!r}; "
+                f"{listed} is given, but rejection_sample_method is {method!r}; "
                 f"set it to {METHOD!r} or drop the option."
             )
         return None, config
@@ -284,23 +272,22 @@ def split_speculative_config(
 
 
 def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
-    """The options that travelled with vLLM's config, or None where MARS is not asked for.
+    """Returns the options in vLLM's config, or None if MARS is off.
 
     Raises:
-        ValueError: the lock's variable has an unknown value.
-        RuntimeError: this machine is locked to strict verification, and the options are lossy.
+        RuntimeError: this machine is locked to strict verification, but the options are lossy.
     """
     additional = vllm_config.additional_config
     carrier = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     config: MarsConfig | None = getattr(carrier, "config", None)
     if config is not None:
-        # The lock may be set on the worker's node alone.
+        # The lock may be set only on the worker's node.
         check_lock(lossy_reason(config, METHOD))
     return config
 
 
 def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
-    """The error for a key that does not exist, with the nearest one that does."""
+    """Returns the error for an unknown key, with the closest known one."""
     name = _name(key)
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
     return ValueError(
@@ -310,25 +297,19 @@ def unknown_option(key: str, whose: str, names: Sequence[str]) -> ValueError:
 
 
 def check_value(rule: Rule, value: object, name: str | None = None) -> None:
-    """Raises ValueError unless the value is one of the rule's.
-
-    Args:
-        rule: whose value it is.
-        value: to check.
-        name: how the error names it; the option by default.
-    """
+    """Raises ValueError if a value is outside the rule's range; `name` defaults to the option."""
     meaning = f"{rule.strict:g} switches the relaxation off"
     _require_within(name or rule.option, value, rule.most, meaning, above_0=rule.strict != 0)
 
 
 def check_max_loss(nats: object) -> None:
-    """Raises ValueError unless a bound on the loss is a number in [0, 1024]."""
+    """Raises ValueError unless a bound is a number in [0, 1024]."""
     meaning = "0 is strict, 0.02 lets an answer lose 0.02 nats for each of its tokens"
     _require_within("mars_max_loss", nats, MOST_MAX_LOSS, meaning)
 
 
 def check_scope(scope: object) -> None:
-    """Raises ValueError unless it is one of `SCOPES`."""
+    """Raises ValueError unless a scope is one of `SCOPES`."""
     if scope not in SCOPES:
         raise ValueError(
             f"mars_scope={shown(scope)} is not one of {', '.join(SCOPES)}; 'thinking' keeps all "
@@ -337,7 +318,7 @@ def check_scope(scope: object) -> None:
 
 
 def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
-    """Says in words why a server with these options is lossy, or None if it is not."""
+    """Returns the lossy setting of a server in words, or None if it is lossless."""
     if config is None:
         if method in LOSSY_VLLM_METHODS:
             return f"rejection_sample_method={method!r} is lossy"
@@ -350,12 +331,12 @@ def lossy_reason(config: MarsConfig | None, method: str) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value as an error repeats it: the whole of a short one."""
+    """Formats a value for an error, shortened if it is long."""
     return _cut(repr(value))
 
 
 def _name(key: str) -> str:
-    """The same of an option's name."""
+    """Formats an option's name for an error."""
     return _cut(repr(key)[1:-1])
 
 
@@ -372,7 +353,7 @@ def _require_within(
     least: float = 0,
     above_0: bool = False,
 ) -> None:
-    """Raises ValueError unless a value is a number in [least, most], or in (0, most]."""
+    """Raises unless a value is a number in [least, most], or (0, most] if `above_0`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(
             f"{name}={shown(value)} is a {type(value).__name__}, but must be a number; {meaning}."

@@ -1,4 +1,4 @@
-"""The lock: `VLLM_MARS_LOCK=strict` in a machine's environment forbids lossy verification there."""
+"""Lock of a machine to strict verification: `VLLM_MARS_LOCK=strict` in its environment."""
 
 import os
 
@@ -6,24 +6,16 @@ LOCK_VARIABLE = "VLLM_MARS_LOCK"
 
 
 def lock_is_on() -> bool:
-    """Whether this machine is locked; so it is by a value that `check_lock` refuses, too."""
+    """Whether this machine is locked; values that `check_lock` rejects also lock it."""
     return bool(os.environ.get(LOCK_VARIABLE))
 
 
 def check_lock(lossy: str | None) -> None:
-    """Refuses lossy verification where the environment locks the server to strict.
-
-    Args:
-        lossy: what is lossy about the server, in words, or None if nothing is.
-
-    Raises:
-        ValueError: the environment variable has an unknown value.
-        RuntimeError: the lock is on and the server is lossy.
-    """
-    given = os.environ.get(LOCK_VARIABLE)
-    if given and given != "strict":
+    """Raises RuntimeError if the machine is locked and `lossy` names a lossy setting."""
+    value = os.environ.get(LOCK_VARIABLE)
+    if value and value != "strict":
         raise ValueError(
-            f"{LOCK_VARIABLE}={given!r} is not 'strict', which forbids lossy verification; unset "
+            f"{LOCK_VARIABLE}={value!r} is not 'strict', which forbids lossy verification; unset "
             "it to lock nothing."
         )
     if lossy is not None and lock_is_on():

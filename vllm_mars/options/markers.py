@@ -1,7 +1,7 @@
-"""The markers of strict spans and of the thinking section, as token ids; in the front end.
+"""Token ids of the markers of strict spans and of the thinking section, found in the front end.
 
-A user may write a marker as text, or leave it to the server's tool parser or reasoning parser. The
-workers, which walk the answers (`vllm_mars.kernels.constraints.markers`), know ids alone.
+A user may give a marker as text, or leave it to the server's tool or reasoning parser. The workers,
+which scan the answers (`vllm_mars.kernels.constraints.markers`), only know ids.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,10 @@ if TYPE_CHECKING:
 def resolve_markers(
     config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
 ) -> MarsConfig:
-    """Replaces the markers' text by ids, and fills in the defaults; in the front end.
-
-    Args:
-        config: the user's options.
-        engine_args: vLLM's `EngineArgs`; its reasoning parser or configuration gives the markers
-            of the thinking section, the parser of its tool calls the default of the spans; that and
-            the chat template are those of `SERVER_ARGUMENTS`.
-        model_config: gives the tokenizer.
+    """Replaces markers given as text by ids and fills in the defaults.
 
     Raises:
-        ValueError: a marker is not one token, or a scope needs markers that are not known.
+        ValueError: a marker is not a single token, or a scope needs markers that are unknown.
     """
     if config.strict_spans is None:
         name = _argument(engine_args, "tool_call_parser")
@@ -49,14 +42,7 @@ def resolve_markers(
 
 
 def remember_arguments(engine_args: Any, arguments: Any) -> None:
-    """Notes on the engine arguments which tool parser and chat template the command line names.
-
-    vLLM's engine has no other way to know: they are the API server's alone.
-
-    Args:
-        engine_args: vLLM's `EngineArgs`, just made.
-        arguments: the namespace that it was made from.
-    """
+    """Copies `SERVER_ARGUMENTS`, which vLLM only passes to its API server, to `EngineArgs`."""
     for name, key in SERVER_ARGUMENTS.items():
         if (value := getattr(arguments, name, None)) is not None:
             setattr(engine_args, f"_{key}", value)
@@ -91,9 +77,9 @@ def _span_ids(
 
     ids = [(id_of(start), None if end is None else id_of(end)) for start, end in spans]
     starts = [start for start, _ in ids]
-    twice = sorted({start for start in starts if starts.count(start) > 1})
-    if twice:
-        raise ValueError(f"mars_strict_spans: token {twice[0]} starts two spans; name it once.")
+    repeated = sorted({start for start in starts if starts.count(start) > 1})
+    if repeated:
+        raise ValueError(f"mars_strict_spans: token {repeated[0]} starts two spans; name it once.")
     if len(ids) > MAX_SPANS:
         raise ValueError(
             f"mars_strict_spans has {len(ids)} spans, but the limit is {MAX_SPANS}; drop those "
@@ -105,7 +91,7 @@ def _span_ids(
 def _spans_of_tool_parser(
     name: str, model_config: "ModelConfig"
 ) -> tuple[tuple[int, int | None], ...]:
-    """The markers of a tool parser that are single tokens."""
+    """Returns the markers of a tool parser that are single tokens."""
     from vllm.logger import init_logger
     from vllm.tool_parsers import ToolParserManager
 
@@ -114,18 +100,18 @@ def _spans_of_tool_parser(
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except (KeyError, RuntimeError, ValueError) as error:
-        # vLLM's own check of the parser is the one that counts.
+        # vLLM itself rejects an unusable parser.
         logger.warning("No strict spans: the tool parser %s cannot be created (%s).", name, error)
         return ()
     vocab = tokenizer.get_vocab()
     spans: dict[int, int | None] = {}
-    found = list(_tool_markers(parser))
-    for start, end in found:
-        # Some parsers name one marker twice, and its end once.
+    markers = list(_tool_markers(parser))
+    for start, end in markers:
+        # Some parsers have a marker twice, but only once with its end.
         if start in vocab and spans.get(vocab[start]) is None:
             spans[vocab[start]] = None if end is None else vocab.get(end)
     if not spans:
-        why = "are not single tokens of this model" if found else "are not known"
+        why = "are not single tokens of this model" if markers else "are not known"
         logger.warning(
             "No strict spans: the markers of the tool parser %s %s; mars_strict_spans can name "
             "others.",
@@ -136,11 +122,8 @@ def _spans_of_tool_parser(
 
 
 def _tool_markers(parser: Any) -> Iterator[tuple[str, str | None]]:
-    """What encloses a parser's tool calls: each start's text with its end's, None without one.
-
-    Newer parsers hold an engine that is configured with its terminals; the others have attributes
-    `tool*_start_token` and `tool*_end_token`.
-    """
+    """Yields the start and end texts of a parser's tool calls; the end is None if there is none."""
+    # Newer parsers have an engine configured with terminals, others have the attributes below.
     engine = getattr(parser, "_parser_engine", None)
     terminals = getattr(getattr(engine, "parser_engine_config", None), "terminals", {})
     starts, ends = (_spellings(terminals.get(name)) for name in ("TOOL_START", "TOOL_END"))
@@ -148,10 +131,10 @@ def _tool_markers(parser: Any) -> Iterator[tuple[str, str | None]]:
         yield start, next(iter(ends), None)
     for name in dir(parser):
         if name.startswith("tool") and name.endswith("start_token"):
-            named = getattr(parser, name, None)
+            text = getattr(parser, name, None)
             end = getattr(parser, name.removesuffix("start_token") + "end_token", None)
-            if isinstance(named, str):
-                yield named, end if isinstance(end, str) else None
+            if isinstance(text, str):
+                yield text, end if isinstance(end, str) else None
 
 
 def _spellings(terminal: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -161,12 +144,14 @@ def _spellings(terminal: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _thinking(
     config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
 ) -> tuple[int | None, int | None]:
-    """The tokens that begin and end the thinking section, where the server knows them."""
+    """Returns the tokens that begin and end the thinking section; None for unknown ones."""
     from vllm.config.reasoning import ReasoningConfig
     from vllm.logger import init_logger
 
-    given = engine_args.reasoning_config or {}
-    reasoning = ReasoningConfig(**given) if isinstance(given, dict) else replace(given)
+    config_args = engine_args.reasoning_config or {}
+    reasoning = (
+        ReasoningConfig(**config_args) if isinstance(config_args, dict) else replace(config_args)
+    )
     reasoning.reasoning_parser = (
         engine_args.reasoning_parser
         or reasoning.reasoning_parser
@@ -176,7 +161,7 @@ def _thinking(
         return None, None
     reasoning.initialize_token_ids(model_config)
     start = reasoning.reasoning_start_token_ids or []
-    # The parser's own end, not the one that a thinking budget forces.
+    # The natural end, not the text that a thinking budget forces.
     end = reasoning.natural_reasoning_end_token_ids or []
     if len(end) == 1:
         is_section = len(start) == 1 and start != end

@@ -1,9 +1,9 @@
-"""`VLLM_MARS_OVERRIDES`: a file that makes a running server stricter; in the front end.
+"""`VLLM_MARS_OVERRIDES`: a file that makes a running server stricter, read by the front end.
 
-It holds a JSON object such as `{"mars_price": 0}` or `{"mars_max_loss": 0.01}`, or `{}` for none.
-When a request arrives, at most once a second, the front end looks whether the file has changed.
-What it says goes to the workers with the request, in vLLM's own copy of its parameters: those that
-a caller uses again stay as they are.
+It contains a JSON object such as `{"mars_price": 0}` or `{"mars_max_loss": 0.01}`, or `{}` for
+none. When a request arrives, at most once a second, the front end checks whether the file has
+changed. The overrides reach the workers with the request, in vLLM's copy of its parameters, so that
+parameters which a caller reuses are not modified.
 """
 
 import functools
@@ -17,19 +17,15 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.requests import OVERRIDES, check_overrides
 
 VARIABLE = "VLLM_MARS_OVERRIDES"
-# Seconds between two looks at the file.
+# Minimum seconds between checks of the file.
 PERIOD = 1.0
 
 
 class Overrides:
-    """What a file says, as it was last read without an error.
-
-    Args:
-        path: of the file; it may be a link.
-        config: the server's options.
+    """Overrides of a file, as last read without an error.
 
     Raises:
-        ValueError: it cannot be read, or says what a request may not ask for.
+        ValueError: the file cannot be read, or has options that a request may not choose.
     """
 
     def __init__(self, path: str, config: MarsConfig) -> None:
@@ -41,7 +37,7 @@ class Overrides:
         self._options = self._read()
 
     def in_force(self) -> dict[str, float]:
-        """The options that a request which arrives now is held to."""
+        """Returns the overrides for a request that arrives now."""
         now = time.monotonic()
         if now >= self._look_again:
             self._look_again = now + PERIOD
@@ -49,7 +45,7 @@ class Overrides:
         return self._options
 
     def observe(self, observer: Callable[[dict[str, float]], None]) -> None:
-        """Calls a function with what is in force: now, and whenever that changes."""
+        """Calls a function with the overrides now and after each change."""
         observer(self._options)
         self._observers.append(observer)
 
@@ -57,7 +53,7 @@ class Overrides:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
-        # Noted first, so that a file which cannot be read is logged once.
+        # Updated first, so that an unreadable file is logged once.
         self._stamp = stamp
         try:
             self._options = self._read()
@@ -88,35 +84,31 @@ def _overrides(path: str, config: MarsConfig) -> Overrides:
 
 
 def overrides_of(config: MarsConfig) -> Overrides | None:
-    """The overrides of a server in this process, or None where the environment names no file."""
+    """Returns the server's overrides, or None if the environment names no file."""
     path = os.environ.get(VARIABLE)
     return _overrides(path, config) if path else None
 
 
 def read_at_start(input_processor: Any, config: MarsConfig) -> None:
-    """Refuses to start beside a file that cannot be read: it may have made the server strict."""
+    """Raises ValueError if the file is unreadable: it may be there to force strict verification."""
     overrides_of(config)
 
 
 def override(request: Any, config: MarsConfig) -> None:
-    """Holds a request to what is in force.
-
-    Args:
-        request: vLLM's `EngineCoreRequest`, just made.
-        config: the server's options.
-    """
-    overrides, params = overrides_of(config), request.sampling_params
+    """Adds the overrides to a request, vLLM's new `EngineCoreRequest`."""
+    overrides = overrides_of(config)
+    params = request.sampling_params
     if overrides is not None and params is not None and (options := overrides.in_force()):
         params.extra_args = {**(params.extra_args or {}), OVERRIDES: options}
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:
-    """What changes with a file, its permissions, or a link to it; None where there is none."""
+    """Stamp that changes with a file, its permissions or a link to it; None if there is no file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
 
 def _logger() -> Any:

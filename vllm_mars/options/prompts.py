@@ -1,9 +1,9 @@
-"""Where the last message of a prompt begins: behind the last token that ends one.
+"""Start of a prompt's last message: after the last token that ends a message.
 
-What it opens is open where the answer begins (`vllm_mars.kernels.constraints.markers`). A token
-ends a message because the chat template uses it so, not because it is special: separators within a
-tool call are special, too. So the front end renders the template once, and looks what stands
-between the texts.
+Markers that this message leaves open are open where the answer begins
+(`vllm_mars.kernels.constraints.markers`). A token ends a message if the chat template uses it so,
+not because it is special: separators within a tool call are also special. So the front end renders
+the template once and looks for the tokens between the texts.
 """
 
 import itertools
@@ -20,41 +20,35 @@ from vllm_mars.options.requests import UNKNOWN_PROMPT
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-# What the messages of a conversation say here. No template does.
+# Texts of the rendered messages, which no template contains.
 _WORDS = ("Marzipan", "Zwieback", "Tangerine")
 
 
 def turns_of(
     config: MarsConfig, chat_template: str | None, model_config: "ModelConfig"
 ) -> tuple[int, ...] | None:
-    """The tokens by which the chat template ends a message.
+    """Returns the ids of the tokens by which the chat template ends a message.
 
-    Args:
-        config: the options, with the markers of all sections.
-        chat_template: the server's own, or its path; None for the model's.
-        model_config: gives the tokenizer.
-
-    Returns:
-        Their ids: of each message the first special token behind its text, unless that marks a
-        section. None where they are not known, which is logged, or nothing depends on them.
+    After the text of each message, this is the first special token that is not a section marker.
+    Returns None if they are unknown, which is logged, or if there are no section markers.
     """
     markers = section_markers(config)
     if not markers:
         return None
     special = special_tokens(model_config)
     ids = {text: token for text, token in special.items() if token not in markers}
-    why = "there is no tokenizer"
+    reason = "there is no tokenizer"
     for words, rendered in _rendered(chat_template, model_config) if special else ():
-        places = [rendered.find(word) for word in words]
-        if min(places) >= 0:
-            return _ends(rendered, places, ids)
-        why = rendered
+        offsets = [rendered.find(word) for word in words]
+        if min(offsets) >= 0:
+            return _ends(rendered, offsets, ids)
+        reason = rendered
     from vllm.logger import init_logger
 
     init_logger("vllm.vllm_mars.options.prompts").warning(
         "It is not known by which tokens the chat template ends a message (%s). A request whose "
         "prompt may have opened a span or the thinking section is verified strictly.",
-        why,
+        reason,
     )
     return None
 
@@ -62,7 +56,7 @@ def turns_of(
 def _rendered(
     chat_template: str | None, model_config: "ModelConfig"
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What conversations say, and each as a prompt; an error's text where it cannot be one."""
+    """Yields the texts of test conversations, each with its prompt or the error of rendering it."""
     from vllm.renderers import hf
     from vllm.tokenizers import cached_tokenizer_from_config
     from vllm.tokenizers.registry import tokenizer_args_from_config
@@ -74,53 +68,53 @@ def _rendered(
             {"role": role, "content": [{"type": "text", "text": word}] if as_parts else word}
             for role, word in zip(("user", "assistant", "user"), words, strict=False)
         ]
-        form: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
         try:
             if mode == "hf":
-                form["chat_template"] = hf.load_chat_template(chat_template)
-                yield words, hf.safe_apply_chat_template(model_config, tokenizer, messages, **form)
+                settings["chat_template"] = hf.load_chat_template(chat_template)
+                yield (
+                    words,
+                    hf.safe_apply_chat_template(model_config, tokenizer, messages, **settings),
+                )
             else:
-                yield words, tokenizer.apply_chat_template(messages, **form)
+                yield words, tokenizer.apply_chat_template(messages, **settings)
         except hf.ChatTemplateResolutionError:
-            # Without a template nothing ends a message.
+            # Without a template no token ends a message.
             yield words, " ".join(words)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates can raise any exception
             yield words, f"{type(error).__name__}: {error}"
 
 
-def _ends(rendered: str, places: list[int], ids: dict[str, int]) -> tuple[int, ...]:
-    """The first of some tokens behind each of some places."""
-    # The longest first, where one begins another.
+def _ends(rendered: str, offsets: list[int], ids: dict[str, int]) -> tuple[int, ...]:
+    """Returns the ids of the first known token after each offset."""
+    # Longest first, because one text may be a prefix of another.
     texts = "|".join(map(re.escape, sorted(filter(None, ids), key=len, reverse=True)))
-    found = set()
-    for begin, end in pairwise([*places, len(rendered)]):
+    ends = set()
+    for begin, end in pairwise([*offsets, len(rendered)]):
         if texts and (match := re.search(texts, rendered[begin:end])):
-            found.add(ids[match[0]])
-    return tuple(sorted(found))
+            ends.add(ids[match[0]])
+    return tuple(sorted(ends))
 
 
 def flag_unknown_prompts(scheduler: Any, config: MarsConfig) -> None:
-    """Makes a scheduler hold requests to strict verification of which not all is known.
+    """Makes a vLLM scheduler flag requests for strict verification if open markers are unknown.
 
-    Which sections the prompt has opened may not be: it has embeddings, or its last message may
-    begin anywhere. What the scheduler notes reaches the workers with the request's parameters.
-
-    Args:
-        scheduler: vLLM's `Scheduler`, or a subclass of it. Its `add_request` is wrapped, on this
-            instance alone.
-        config: the server's options.
+    A prompt may consist of embeddings, or its last message may begin anywhere.
     """
-    tracker, add_request = MarkerTracker(config), scheduler.add_request
+    tracker = MarkerTracker(config)
+    add_request = scheduler.add_request
 
-    def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
-        params, prompt = request.sampling_params, request.prompt_token_ids
+    def add_and_flag(request: Any, *args: Any, **kwargs: Any) -> Any:
+        params = request.sampling_params
+        prompt = request.prompt_token_ids
         if request.prompt_embeds is not None:
             prompt = None
-        elif before := scheduler.requests.get(request.request_id):
-            # A further input of a request that is there already.
-            prompt = [*before.all_token_ids, *(prompt or ())]
+        elif existing := scheduler.requests.get(request.request_id):
+            # More input for an existing request.
+            prompt = [*existing.all_token_ids, *(prompt or ())]
         if params is not None and not tracker.is_known(prompt):
+            # The workers receive the flag with the request's parameters.
             params.extra_args = {**(params.extra_args or {}), UNKNOWN_PROMPT: True}
         return add_request(request, *args, **kwargs)
 
-    scheduler.add_request = add_and_note
+    scheduler.add_request = add_and_flag

@@ -1,4 +1,4 @@
-"""Tokens of a model that are no text, at which verification stays strict."""
+"""Tokens of a model that are not text, at which verification is strict."""
 
 import re
 from typing import TYPE_CHECKING
@@ -8,23 +8,16 @@ from vllm_mars.options.config import MarsConfig
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-# Tool and thinking markers such as <tool_call> or [/THINK] are often added tokens that the
-# tokenizer does not call special. Added tokens of any other form (runs of spaces, say) are ordinary
-# text.
+# Tool and thinking markers such as <tool_call> or [/THINK] are often added tokens without the
+# tokenizer's special flag. Added tokens of any other form, such as runs of spaces, are text.
 _MARKER = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 
 
 def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[int]:
-    """Resolves the ids of the protected tokens for a model.
+    """Returns the sorted ids of the protected tokens for options with resolved markers.
 
-    Args:
-        config: resolved options; ids that the user lists are taken as they are.
-        vllm_config: gives the tokenizer, the model's end-of-sequence ids, and the markers of its
-            reasoning.
-
-    Returns:
-        Sorted ids: the user's, or by default the end-of-sequence ids, the tokenizer's special
-        tokens, its added markers, and what marks a section, be it ordinary vocabulary.
+    By default these are the end-of-sequence ids, the tokenizer's special tokens, its added markers,
+    and section markers even if they are ordinary vocabulary.
     """
     if config.protected_token_ids is not None:
         return sorted(set(config.protected_token_ids))
@@ -43,7 +36,7 @@ def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[i
 
 
 def special_tokens(model_config: "ModelConfig") -> dict[str, int]:
-    """The special tokens of a model's tokenizer and its added markers, by their text."""
+    """Returns the ids of a tokenizer's special tokens and added markers, by text."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     tokenizer = cached_tokenizer_from_config(model_config)
@@ -59,7 +52,7 @@ def special_tokens(model_config: "ModelConfig") -> dict[str, int]:
 
 
 def section_markers(config: MarsConfig) -> set[int]:
-    """The tokens that begin or end a span or the thinking section."""
+    """Returns the ids that begin or end a strict span or the thinking section."""
     spans = {token for span in config.strict_spans or () for token in span}
     thinking = {config.thinking_start, config.thinking_end}
     return {token for token in spans | thinking if isinstance(token, int)}

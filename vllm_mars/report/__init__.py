@@ -1,8 +1,8 @@
-"""Counts and reports, on one road from the kernels to Prometheus and to an answer.
+"""Counters and reports, from the kernels to Prometheus and to answers.
 
-    worker    `worker`: what a step did leaves with its ModelRunnerOutput; `counters` holds counts
-    core      `core`: counts go on with the scheduler's statistics, reports with their tokens
-    server    `metrics`: Prometheus and the log; `answers`: the reports that clients ask for
+    worker    `counters` has the counts, `worker` attaches reports to a step's ModelRunnerOutput
+    core      `core` forwards counts with the scheduler's statistics, reports with their tokens
+    server    `metrics` exports to Prometheus and the log, `answers` sends reports to clients
 
-No message, process or thread is added. `carrier` says what lies on which object of vLLM's.
+No message, process or thread is added. `carrier` lists the vLLM objects that carry the data.
 """

@@ -1,10 +1,10 @@
-"""In the server: what verification did to each choice of an answer, for a request's `mars_return`.
+"""Reports in answers to requests with `mars_return`; in the server.
 
-Of a greedy request the relaxed tokens and what each lost; of one that samples `log_ratios`, for
-each token log m - log p, where m is the distribution that was served and p the target's,
-`drift_nats`, the answer's sum of E_m[-log p] - H(p), and vLLM's `draft_sample_method`.
+A greedy request gets its relaxed tokens and the loss of each. A sampled request gets `log_ratios`,
+log m - log p of each token, where m is the served distribution and p the target's, `drift_nats`,
+the answer's sum of E_m[-log p] - H(p), and vLLM's `draft_sample_method`.
 
-vLLM's RequestState puts the rows of a request's steps together, cut to the answer's tokens;
+vLLM's RequestState concatenates the rows of a request's steps, cut to the answer's tokens.
 `metrics.mars` of a response lists the reports of all choices.
 """
 
@@ -19,22 +19,21 @@ from vllm_mars.options.requests import RETURN
 from vllm_mars.report.carrier import FIELD, Rows, found_on, put
 
 _METRICS = "spec_decode_metrics"
-# Of a RequestState: what the requests' steps did to its tokens so far.
+# Attribute of RequestState: the report rows of its tokens so far.
 _ROW = "_mars_row"
 
 
 def collect_rows(request_state: type) -> None:
-    """Makes vLLM's RequestState, the front end's record of a request, collect the steps' rows.
+    """Makes vLLM's RequestState collect the report rows of its steps."""
 
-    vLLM assigns the metrics of a step to `spec_decode_metrics` before it counts the step's tokens,
-    and reads them when the answer ends; both go through a property then.
-    """
-
+    # vLLM assigns a step's metrics before it counts the step's tokens, and reads them when the
+    # answer ends.
     def assign(self: Any, metrics: Any) -> None:
         part = found_on(metrics)
         if part is not None:
-            row, begin = vars(self).setdefault(_ROW, []), self.detokenizer.num_output_tokens()
-            # Without a draft there is no row, and a token is the target's own.
+            row = vars(self).setdefault(_ROW, [])
+            begin = self.detokenizer.num_output_tokens()
+            # Tokens without a draft have no row: they are the target's.
             row[begin:] = [(math.nan, 0.0)] * (begin - len(row)) + part["row"]
         vars(self)[_METRICS] = metrics
 
@@ -52,14 +51,7 @@ def collect_rows(request_state: type) -> None:
 
 
 def _report(head: dict[str, Any], row: Rows, length: int) -> dict[str, Any]:
-    """What a client gets.
-
-    Args:
-        head: what it begins with.
-        row: of each token, what the table of `StepCounters` holds; it may end early, or reach
-            behind the answer.
-        length: of the answer, in tokens.
-    """
+    """Returns a choice's report: `head`, and `row` (shorter or longer than the answer) as lists."""
     row = row[:length]
     known = [(position, value) for position, (value, _) in enumerate(row) if not math.isnan(value)]
     if "draft_sample_method" in head:
@@ -77,18 +69,16 @@ def _report(head: dict[str, Any], row: Rows, length: int) -> dict[str, Any]:
 def attach_reports(
     names: Sequence[str], wrapped: Any, instance: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Wraps a method that makes a response or its stream, to add the reports as `metrics.mars`.
+    """Adds the reports as `metrics.mars` to the response or stream that a wrapped method returns.
 
-    Args:
-        names: of the method's first parameters; another plugin's wrapper may hide them.
-        wrapped, instance, args, kwargs: of the call.
+    `names` are the method's first parameters, which another plugin's wrapper may hide.
     """
-    given = dict(zip(names, args, strict=False)) | kwargs
+    arguments = dict(zip(names, args, strict=False)) | kwargs
     has_mars = config_of(instance.engine_client.vllm_config) is not None
-    asked = getattr(given.get("request"), "vllm_xargs", None) or {}
-    if not has_mars or not asked.get(RETURN):
+    xargs = getattr(arguments.get("request"), "vllm_xargs", None) or {}
+    if not has_mars or not xargs.get(RETURN):
         return wrapped(*args, **kwargs)
-    # By the number of the prompt and that of the choice.
+    # By index of the prompt and of the choice.
     reports: dict[tuple[int, int], dict[str, Any]] = {}
 
     def note(prompt: int, result: Any) -> None:
@@ -99,8 +89,9 @@ def attach_reports(
 
     async def noted(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for result in results:
-            # Those of completions come with the number of their prompt.
-            note(*(result if isinstance(result, tuple) else (0, result)))
+            # Completions come with the index of their prompt.
+            prompt, prompt_result = result if isinstance(result, tuple) else (0, result)
+            note(prompt, prompt_result)
             yield result
 
     def in_order() -> list[dict[str, Any]]:
@@ -111,27 +102,27 @@ def attach_reports(
 
     async def with_last(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         async for chunk in chunks:
-            # That of the usage, which vLLM's metrics come with.
+            # The usage chunk carries vLLM's metrics.
             if '"choices":[]' in chunk:
                 body = json.loads(chunk.removeprefix("data: "))
                 body["metrics"] = {**(body.get("metrics") or {}), FIELD: in_order()}
                 chunk = f"data: {json.dumps(body)}\n\n"
             yield chunk
 
-    if "final_res_batch" in given:
-        for prompt, result in enumerate(given["final_res_batch"]):
+    if "final_res_batch" in arguments:
+        for prompt, result in enumerate(arguments["final_res_batch"]):
             note(prompt, result)
         return _add(wrapped(*args, **kwargs), in_order())
-    given["result_generator"] = noted(given["result_generator"])
-    by_place = [given.pop(name) for name in names[: len(args)]]
-    result = wrapped(*by_place, *args[len(names) :], **given)
+    arguments["result_generator"] = noted(arguments["result_generator"])
+    positional = [arguments.pop(name) for name in names[: len(args)]]
+    result = wrapped(*positional, *args[len(names) :], **arguments)
     return with_last(result) if isinstance(result, AsyncIterator) else with_reports(result)
 
 
 def _add(response: Any, reports: list[dict[str, Any]]) -> Any:
     from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
 
-    # An error has no choices.
+    # Error responses have no choices.
     if hasattr(response, "choices"):
         response.metrics = response.metrics or PerRequestMetrics()
         put(response.metrics, reports)

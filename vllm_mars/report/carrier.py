@@ -1,11 +1,11 @@
-"""What crosses the borders of vLLM's processes, and on which of its objects.
+"""Reports that cross vLLM's process boundaries, and the vLLM objects that carry them.
 
     worker to core     a `StepReport` on the step's ModelRunnerOutput, which is pickled
-    core to server     an `EngineReport` on SchedulerStats, which one API server gets, and of each
-                       request that asks a part of its report on its RequestSpecDecodeMetrics
+    core to server     an `EngineReport` on SchedulerStats, which one API server gets, and parts of
+                       a request's report on its RequestSpecDecodeMetrics, if it wants one
 
-The last two are encoded as msgpack, which carries the fields of a dataclass and nothing else, so
-they are given one more. It is called `mars` on each.
+The attribute is called `mars`. The last two are encoded as msgpack, which only carries declared
+fields, so the field is added to their classes.
 """
 
 import dataclasses
@@ -13,53 +13,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 FIELD = "mars"
-# Of each token of a request: see the table of `StepCounters`.
+# Per token of a request: see the table of `StepCounters`.
 Rows = Sequence[Sequence[float]]
 
 
 class StepReport(NamedTuple):
-    """What a step did.
+    """Report of a step."""
 
-    Attributes:
-        counts: by how much each counter rose since the last report that has them.
-        rows: of the requests that ask, by id.
-    """
-
+    # Increase of each counter since the last report with counts.
     counts: list[int] | None = None
+    # By id of the requests that want a report.
     rows: Mapping[str, Rows] = {}
 
 
 class EngineReport(NamedTuple):
-    """What an engine tells its server.
+    """Report of an engine to its server."""
 
-    Attributes:
-        counts: by how much each counter rose since the last report that has them.
-        has_more: whether another one follows, whether or not a request comes.
-    """
-
+    # As in StepReport.
     counts: list[int] | None
+    # Whether another report follows even if no request arrives.
     has_more: bool
 
 
 def put(carrier: Any, report: Any) -> None:
-    """Lays a report on one of vLLM's objects."""
+    """Attaches a report to one of vLLM's objects."""
     setattr(carrier, FIELD, report)
 
 
 def found_on(carrier: Any) -> Any:
-    """What lies on one of vLLM's objects, or None."""
+    """Returns the report on one of vLLM's objects, or None."""
     return getattr(carrier, FIELD, None)
 
 
 def declare(stats: type, kind: Any) -> None:
-    """Gives a dataclass of vLLM's the field; idempotent.
+    """Adds the field, None until it is set, to a vLLM dataclass; idempotent.
 
-    Must run before msgspec makes a decoder for the class, since it remembers the fields. Where the
-    field is never set, the class is encoded as without it.
-
-    Args:
-        stats: the dataclass. Its `__init__` stays as it is: the field is None until it is set.
-        kind: type of the field.
+    Must run before msgspec creates a decoder for the class, which caches the fields.
     """
     fields: dict[str, Any] = stats.__dataclass_fields__  # type: ignore[attr-defined]
     if FIELD in fields:
@@ -72,11 +61,11 @@ def declare(stats: type, kind: Any) -> None:
 
 
 def declare_fields(stats: Any) -> None:
-    """Gives the classes of vLLM's module `v1.metrics.stats` what they have to carry."""
+    """Adds the field to both classes of vLLM's module `v1.metrics.stats`."""
     declare(stats.SchedulerStats, EngineReport | None)
     declare(stats.RequestSpecDecodeMetrics, dict[str, Any] | None)
 
 
 def add_counts(counts: list[int], increase: list[int]) -> list[int]:
-    """The sum of two vectors of counts, entry by entry."""
+    """Adds two vectors of counts."""
     return [old + new for old, new in zip(counts, increase, strict=True)]

@@ -1,12 +1,8 @@
-"""In the engine core: a scheduler passes on what its workers tell.
+"""Forwarding of the workers' reports by the scheduler; in the engine core.
 
-Counts go to its next statistics. Of a request that asks for a report its rows go along with the
-step's tokens; vLLM sends a request's metrics with the last ones alone, and only where
-`--per-request-spec-decode-metrics` is set, but an answer that a stop string ends is over in the
-front end first.
-
-Behind the step that ends the last request comes one without tokens, which brings all counts that
-are left. A server reads it as it reads all; an `LLM` is told that there is more to read.
+Counts leave with the next scheduler statistics, a request's report rows with the step's tokens. The
+step that ends the last request is followed by one without tokens, which brings all remaining
+counts. A server reads it like any other; an `LLM` learns from `has_more` to read on.
 """
 
 import dataclasses
@@ -18,22 +14,18 @@ from vllm_mars.report.carrier import FIELD, EngineReport, StepReport, add_counts
 
 
 def forward_reports(scheduler: Any, config: MarsConfig) -> None:
-    """Makes a scheduler pass on counts and reports.
-
-    Args:
-        scheduler: vLLM's `Scheduler`, or a subclass of it. Its `add_request`, `schedule`,
-            `update_from_output` and `make_stats` are wrapped, on this instance alone.
-        config: the server's options.
-    """
+    """Makes a vLLM scheduler forward counts and reports."""
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    add_request, schedule = scheduler.add_request, scheduler.schedule
-    update_from_output, make_stats = scheduler.update_from_output, scheduler.make_stats
+    add_request = scheduler.add_request
+    schedule = scheduler.schedule
+    update_from_output = scheduler.update_from_output
+    make_stats = scheduler.make_stats
     speculative_config = scheduler.vllm_config.speculative_config
     counts: list[int] | None = None
-    # Steps that have been scheduled and not yet come back.
-    num_under_way = 0
-    # What a report begins with, by the ids of the scheduler's requests that ask for one.
+    # Steps that are scheduled but have not returned.
+    num_in_flight = 0
+    # First entries of the reports, by id of the requests that want one.
     asking: dict[str, dict[str, Any]] = {}
 
     def add_and_note(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +33,7 @@ def forward_reports(scheduler: Any, config: MarsConfig) -> None:
             asking.pop(request.request_id, None)
         result = add_request(request, *args, **kwargs)
         params = request.sampling_params
-        # A further input of a request that is there already comes under its id.
+        # More input for an existing request has its id.
         request = scheduler.requests.get(request.request_id, request)
         if params is not None and (options := options_of(params, config)).wants_return:
             if request.spec_decode_metrics is None:
@@ -54,36 +46,40 @@ def forward_reports(scheduler: Any, config: MarsConfig) -> None:
         return result
 
     def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_under_way
+        nonlocal num_in_flight
         scheduled = schedule(*args, **kwargs)
-        num_under_way += 1
+        num_in_flight += 1
         return scheduled
 
     def update_and_take(scheduler_output: Any, model_runner_output: Any) -> Any:
-        nonlocal counts, num_under_way
-        num_under_way -= 1
+        nonlocal counts, num_in_flight
+        num_in_flight -= 1
         report = vars(model_runner_output).pop(FIELD, StepReport())
         if report.counts is not None:
             counts = report.counts if counts is None else add_counts(counts, report.counts)
-        # A client's abort takes a request away between the steps.
-        for request_id in [it for it in asking if it not in scheduler.requests]:
+        # A client's abort removes a request between steps.
+        for request_id in [name for name in asking if name not in scheduler.requests]:
             del asking[request_id]
         result = update_from_output(scheduler_output, model_runner_output)
-        for output in [it for of in result.values() for it in of.outputs] if asking else ():
-            if (head := asking.get(output.request_id)) is not None:
-                send(head, report, output)
+        if asking:
+            for core_outputs in result.values():
+                for output in core_outputs.outputs:
+                    if (head := asking.get(output.request_id)) is not None:
+                        send(head, report, output)
         return result
 
+    # vLLM sends metrics only with `--per-request-spec-decode-metrics`, with the last tokens, but an
+    # answer that ends with a stop string ends in the front end before that.
     def send(head: dict[str, Any], report: StepReport, output: Any) -> None:
-        # A request that ends is no longer listed: vLLM sends its metrics, but with no error.
+        # A request that has ended is not listed, but its output has metrics, except on errors.
         request = scheduler.requests.get(output.request_id)
         metrics = output.spec_decode_metrics or getattr(request, "spec_decode_metrics", None)
         if metrics is None:
             return
         if output.spec_decode_metrics is None:
-            # What grows with the answer comes at its end.
+            # Lists that grow with the answer are sent only at its end.
             metrics = dataclasses.replace(metrics, per_step_accepted=[], per_step_drafted=[])
-        # What a stop cut off is no part of the answer.
+        # Tokens after a stop are not part of the answer.
         row = report.rows.get(output.request_id, [])[: len(output.new_token_ids)]
         put(metrics, {"head": head, "row": row})
         output.spec_decode_metrics = metrics
@@ -91,9 +87,9 @@ def forward_reports(scheduler: Any, config: MarsConfig) -> None:
     def make_with_counts(*args: Any, **kwargs: Any) -> Any:
         nonlocal counts
         stats = make_stats(*args, **kwargs)
-        # None where statistics are off.
+        # None if statistics are off.
         if stats is not None:
-            has_more = bool(num_under_way or scheduler.has_requests())
+            has_more = bool(num_in_flight or scheduler.has_requests())
             if counts is not None or has_more:
                 put(stats, EngineReport(counts, has_more))
                 counts = None

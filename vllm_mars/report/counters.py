@@ -1,7 +1,7 @@
-"""What the samplers count: one vector of integers per engine, kept on the device.
+"""Counters of the samplers: one vector of integers per engine, on the device.
 
-The vector only grows. The worker takes its increase off now and then, without waiting for the
-device, and sends it along with a step's output (`vllm_mars.report.worker`).
+The worker takes its increase from time to time, without waiting for the device, and sends it with a
+step's output (`vllm_mars.report.worker`).
 """
 
 import time
@@ -20,17 +20,11 @@ INTERVAL = 1.0
 
 
 class Counters:
-    """The vector of one engine on its device, and what has been taken from it.
+    """Counter vector of an engine, and the part that has been reported.
 
     Args:
-        num_speculative_tokens: K, the longest draft of the engine.
-        device: where it is counted.
-        interval: seconds between two copies to the host, >= 0; by default `INTERVAL` on an
-            accelerator and 0 on a CPU, where nothing is copied.
-        clock: gives the time in seconds.
-
-    Attributes:
-        layout: which entry is what.
+        interval: seconds between copies to the host, >= 0; None for 0 on a CPU, else `INTERVAL`.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -49,19 +43,19 @@ class Counters:
         self._clock = clock
         self._next_copy = clock()
         self._taken = np.zeros(layout.size, dtype=np.int64)
-        # Recorded behind the copy that is under way.
+        # Event after the copy in flight.
         self._copied: Any = None
 
-    # Built on first use: what is allocated while the model is loaded can be memory that vLLM's
-    # sleep mode throws away.
+    # Allocated on first use, because vLLM's sleep mode can discard memory that was allocated while
+    # the model was loaded.
     @cached_property
     def device_counts(self) -> torch.Tensor:
-        """int64 `[layout.size]`, to be added into; it never shrinks and never moves."""
+        """int64 `[layout.size]`, added to in place; it is never reset or reallocated."""
         return torch.zeros(self.layout.size, dtype=torch.int64, device=self.device)
 
     @cached_property
     def bounds(self) -> torch.Tensor:
-        """int64, the most that a request of each bucket lost, in units of 2**-LOSS_BITS nats."""
+        """int64, the largest loss of a request in each bucket, in units of 2**-LOSS_BITS nats."""
         return torch.tensor([int(most / UNIT) for most in BUCKETS], device=self.device)
 
     @cached_property
@@ -69,11 +63,7 @@ class Counters:
         return torch.ones(1, dtype=torch.int64, device=self.device)
 
     def add_ended(self, lost: torch.Tensor) -> None:
-        """Counts requests that have ended; nothing is waited for.
-
-        Args:
-            lost: int64 `[n]`, what each lost, in units of 2**-LOSS_BITS nats.
-        """
+        """Counts ended requests by their loss, int64 `[n]` in units of 2**-LOSS_BITS nats."""
         buckets = torch.bucketize(lost, self.bounds)
         self.device_counts[self.layout.ended].index_add_(0, buckets, self._one.expand_as(lost))
         self.device_counts[self.layout.ended_lost].index_add_(0, buckets, lost)
@@ -83,17 +73,10 @@ class Counters:
         return torch.zeros(self.layout.size, dtype=torch.int64, pin_memory=True)
 
     def take_delta(self, flush: bool = False) -> list[int] | None:
-        """The increase since the last one that was returned, if it is at hand.
+        """Returns the increase since the last one returned; None if it is zero or not available.
 
-        On an accelerator a call starts a copy to the host, at most every `interval` seconds, and
-        a later one returns its result; in between, and while the copy runs, there is none. What
-        is not returned now is part of a later increase.
-
-        Args:
-            flush: whether to copy now and wait for it; only for when nothing is left to do.
-
-        Returns:
-            An entry per counter, or None if nothing has been counted or the copy is not there.
+        On an accelerator a call starts a copy, at most every `interval` seconds, and a later call
+        returns its result. `flush` copies now and waits: only for when no request is left.
         """
         if self._copied is None or flush:
             now = self._clock()
@@ -113,8 +96,8 @@ class Counters:
         return self._increase(self._host_counts)
 
     def _increase(self, counts: torch.Tensor) -> list[int] | None:
-        # What is gained can fall for a while, and Prometheus takes no decrease: what is missing is
-        # held back until it has risen again.
+        # The gain can fall for a while, but a Prometheus counter cannot: only increases above the
+        # previous maximum are reported.
         increase = np.maximum(counts.numpy() - self._taken, 0)
         self._taken += increase
         entries: list[int] = increase.tolist()

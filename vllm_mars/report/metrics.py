@@ -1,7 +1,7 @@
-"""In the server: the counts as Prometheus metrics beside vLLM's own, and a line in its log.
+"""Counts as Prometheus metrics next to vLLM's, and as a line in the log; in the server.
 
-The metrics are made per engine and with the labels of vLLM's, in the classes that vLLM's stat
-logger uses, so that several API servers add up and every engine has its own series.
+Each engine has its series with vLLM's labels, in the classes of vLLM's stat logger, so that the
+counts of several API servers add up.
 """
 
 import functools
@@ -22,7 +22,7 @@ ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
 INFO = "vllm:mars_info"
 
-# Of the gauges; `COUNTERS` has the counters.
+# Of the gauges; `COUNTERS` has the texts of the counters.
 _HELP = {
     ALLOWED: "What an answer may lose per token, in nats: mars_max_loss of this server, or the "
     "larger one that requests may ask for.",
@@ -30,21 +30,18 @@ _HELP = {
     INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
     "whether that is lossy, and the loosest value that a request may ask for.",
 }
-# Relaxable positions without any gain after which the log warns. Were one in 200 gained, fewer than
-# one server in 100 would come this far without.
+# Relaxable positions without any gain before the log warns. If one in 200 gained something, fewer
+# than one server in 100 would get here without a gain.
 INERT_AFTER = 1000
 _LABELS = ("model_name", "engine")
 
 
 class MarsProm:
-    """The metrics of margin-aware verification of all engines that a front end sees.
+    """Prometheus metrics of all engines that a front end sees.
 
     Args:
-        layout: which count is what.
-        engines: the values of the labels `model_name` and `engine`, by engine.
-        config: the server's options.
-        counter_class: vLLM's choice of a counter class, prometheus_client's or Ray's.
-        gauge_class, histogram_class: the same of these.
+        engines: values of the labels `model_name` and `engine`, by engine.
+        counter_class, gauge_class, histogram_class: prometheus_client's or Ray's, as vLLM chooses.
     """
 
     def __init__(
@@ -57,9 +54,11 @@ class MarsProm:
         histogram_class: Any = prometheus_client.Histogram,
     ) -> None:
         self._layout = layout
-        positions = range(layout.num_speculative_tokens)
-        labels = {"position": [(str(it),) for it in positions], "reason": [(it,) for it in REASONS]}
-        # By name and engine, a child for each entry.
+        values_by_label = {
+            "position": [(str(position),) for position in range(layout.num_speculative_tokens)],
+            "reason": [(reason,) for reason in REASONS],
+        }
+        # By counter and engine, a child for each entry.
         self._children: dict[str, dict[int, list[Any]]] = {}
         for name, (metric, text, by, _) in COUNTERS.items():
             if not metric or by == "bucket":
@@ -68,8 +67,11 @@ class MarsProm:
                 name=metric, documentation=text, labelnames=[*_LABELS, *([by] if by else [])]
             )
             self._children[name] = {
-                engine: [counter.labels(*whose, *value) for value in labels.get(by, [()])]
-                for engine, whose in engines.items()
+                engine: [
+                    counter.labels(*engine_labels, *value)
+                    for value in values_by_label.get(by, [()])
+                ]
+                for engine, engine_labels in engines.items()
             }
         lost = COUNTERS["ended_lost"]
         histogram = histogram_class(
@@ -78,23 +80,33 @@ class MarsProm:
             labelnames=list(_LABELS),
             buckets=list(BUCKETS),
         )
-        self._request_lost = {e: histogram.labels(*whose) for e, whose in engines.items()}
+        self._request_lost = {
+            engine: histogram.labels(*engine_labels) for engine, engine_labels in engines.items()
+        }
         info = _gauge(gauge_class, INFO, "version", "rule", "value", "lossy", "limit")
         option: str = config.rule.option
         value: float | None = config.value
         limit = config.value
         if config.sets_price:
-            option, value, limit = "mars_max_loss", config.max_loss, config.most_max_loss
-        told = __version__, option, f"{value:g}", str(config.lossy).lower(), f"{limit:g}"
-        for whose in engines.values():
-            info.labels(*whose, *told).set(1)
+            option = "mars_max_loss"
+            value = config.max_loss
+            limit = config.most_max_loss
+        for engine_labels in engines.values():
+            info.labels(
+                *engine_labels,
+                __version__,
+                option,
+                f"{value:g}",
+                str(config.lossy).lower(),
+                f"{limit:g}",
+            ).set(1)
         if config.most_max_loss < math.inf:
             allowed = _gauge(gauge_class, ALLOWED)
-            for whose in engines.values():
-                allowed.labels(*whose).set(config.most_max_loss)
+            for engine_labels in engines.values():
+                allowed.labels(*engine_labels).set(config.most_max_loss)
 
     def observe(self, counts: list[int] | None, engine: int = 0) -> None:
-        """Adds an increase of one engine's counts, if there is one."""
+        """Adds an increase of one engine's counts; None is no increase."""
         if counts is None:
             return
         _check_length(counts, self._layout)
@@ -103,50 +115,44 @@ class MarsProm:
             for child, count in zip(children[engine], entries, strict=True):
                 if count:
                     child.inc(count * COUNTERS[name].unit)
-        # The mean of a bucket's requests is in the bucket, and the sum of all stays exact.
-        ended, lost = counts[self._layout.ended], counts[self._layout.ended_lost]
+        # Each request of a bucket counts with their mean, so that the histogram's sum is exact.
+        ended = counts[self._layout.ended]
+        lost = counts[self._layout.ended_lost]
         for number, nats in zip(ended, lost, strict=True):
             for _ in range(number):
                 self._request_lost[engine].observe(nats * UNIT / number)
 
 
 class MarsLogging:
-    """Sums the counts of an interval up for a line in the log.
+    """Sums counts between lines of the log.
 
-    Once a server has verified many positions at which something could be gained and gained nothing,
-    it warns, once: what was asked for is without effect, and nothing else would tell.
-
-    Args:
-        layout: which count is what.
+    It warns once if many relaxable positions were verified without any gain: the options have no
+    effect then, and nothing else shows it.
     """
 
     def __init__(self, layout: CounterLayout) -> None:
         self._layout = layout
         self._counts = [0] * layout.size
         self._generated = 0
-        # Since the server's start; the first is None once it has gained anything or warned.
+        # Counts since the server's start; None after a gain or the warning.
         self._inert: list[int] | None = list(self._counts)
 
     def observe(self, counts: list[int] | None, generated: int) -> None:
-        """Adds an increase of the counts, if there is one, and tokens."""
+        """Adds generated tokens and an increase of the counts; None is no increase."""
         self._generated += generated
         if counts is not None:
             _check_length(counts, self._layout)
             self._counts = add_counts(self._counts, counts)
 
     def log(self, logger: Any, prefix: str = "") -> None:
-        """Logs the sums since the last call, or nothing if no position was verified.
-
-        Args:
-            logger: where to.
-            prefix: what the line begins with.
-        """
-        counts, self._counts = self._counts, [0] * self._layout.size
-        generated, self._generated = self._generated, 0
-        verified = counts[self._layout.verified]
-        if not any(verified):
-            return
+        """Logs the sums since the last call, or nothing if no position was verified."""
         layout = self._layout
+        counts = self._counts
+        generated = self._generated
+        self._counts = [0] * layout.size
+        self._generated = 0
+        if not any(counts[layout.verified]):
+            return
         gained, lost, up, down = (
             sum(counts[entries]) * UNIT
             for entries in (layout.gained, layout.lost, layout.drift_up, layout.drift_down)
@@ -156,10 +162,10 @@ class MarsLogging:
             "token, Drift: %+.4f nats per token, Relaxed outright: %d tokens",
             prefix,
             gained,
-            100 * share(gained, sum(counts[self._layout.accepted])),
+            100 * share(gained, sum(counts[layout.accepted])),
             share(lost, generated),
             share(up - down, generated),
-            sum(counts[self._layout.relaxed]),
+            sum(counts[layout.relaxed]),
         )
         self._warn_if_inert(counts, logger, prefix)
 
@@ -186,27 +192,21 @@ class MarsLogging:
 
 
 def share(part: float, whole: float) -> float:
-    """`part / whole`, and 0 where there is nothing."""
+    """Returns `part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0
 
 
 def add_metrics(stat_logger: Any, config: MarsConfig) -> None:
-    """Makes vLLM's Prometheus stat logger export the counts as well.
-
-    Args:
-        stat_logger: a `PrometheusStatLogger`, once built, of a server that asks for MARS. Its
-            `record` is wrapped, on this instance alone.
-        config: the server's options.
-    """
+    """Makes a `PrometheusStatLogger` of vLLM also export the counts."""
+    speculative_config = stat_logger.vllm_config.speculative_config
     prom = MarsProm(
-        CounterLayout(stat_logger.vllm_config.speculative_config.num_speculative_tokens),
-        stat_logger.per_engine_labelvalues,
-        config,
-        stat_logger._counter_cls,
-        stat_logger._gauge_cls,
-        stat_logger._histogram_cls,
+        layout=CounterLayout(speculative_config.num_speculative_tokens),
+        engines=stat_logger.per_engine_labelvalues,
+        config=config,
+        counter_class=stat_logger._counter_cls,
+        gauge_class=stat_logger._gauge_cls,
+        histogram_class=stat_logger._histogram_cls,
     )
-
     _observe_records(stat_logger, lambda counts, _, engine: prom.observe(counts, engine))
     if (overrides := overrides_of(config)) is not None:
         _add_override(stat_logger, config, overrides)
@@ -217,31 +217,25 @@ def _gauge(gauge_class: Any, name: str, *labels: str) -> Any:
         name=name,
         documentation=_HELP[name],
         labelnames=[*_LABELS, *labels],
-        # Or each API server would have a series of its own.
+        # Otherwise each API server would have a separate series.
         multiprocess_mode="mostrecent",
     )
 
 
 def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) -> None:
-    """A gauge of what is in force."""
+    """Exports the overrides as a gauge."""
     gauge = _gauge(stat_logger._gauge_cls, OVERRIDE, "option")
 
     def show(options: Mapping[str, float]) -> None:
         for option in (config.rule.option, "mars_max_loss"):
-            for whose in stat_logger.per_engine_labelvalues.values():
-                gauge.labels(*whose, option).set(options.get(option, math.nan))
+            for engine_labels in stat_logger.per_engine_labelvalues.values():
+                gauge.labels(*engine_labels, option).set(options.get(option, math.nan))
 
     overrides.observe(show)
 
 
 def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
-    """Makes vLLM's logging stat logger log the counts as well, after its own lines.
-
-    Args:
-        stat_logger: a `LoggingStatLogger`, once built, of a server that asks for MARS. Its `record`
-            and `log` are wrapped, on this instance alone.
-        config: the server's options.
-    """
+    """Makes a `LoggingStatLogger` of vLLM also log the counts, after its lines."""
     logging = MarsLogging(
         CounterLayout(stat_logger.vllm_config.speculative_config.num_speculative_tokens)
     )
@@ -253,23 +247,23 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
         logging.log(_logger(), stat_logger.log_prefix)
 
     stat_logger.log = log_and_add
-    _observe_records(stat_logger, lambda *observed: logging.observe(*observed[:2]))
+    _observe_records(stat_logger, lambda counts, generated, _: logging.observe(counts, generated))
 
 
 def _observe_records(
     stat_logger: Any, observe: Callable[[list[int] | None, int, int], None]
 ) -> None:
-    """Hands on what each record brings: counts or None, generated tokens, and the engine."""
+    """Calls `observe` after each record with counts (or None), generated tokens and engine."""
     record = stat_logger.record
     names = "scheduler_stats", "iteration_stats"
 
     @functools.wraps(record)
     def record_and_observe(*args: Any, **kwargs: Any) -> None:
         record(*args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        report: EngineReport | None = found_on(given.get("scheduler_stats"))
-        generated = getattr(given.get("iteration_stats"), "num_generation_tokens", 0)
-        observe(report and report.counts, generated, given.get("engine_idx", 0))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        report: EngineReport | None = found_on(arguments.get("scheduler_stats"))
+        generated = getattr(arguments.get("iteration_stats"), "num_generation_tokens", 0)
+        observe(report and report.counts, generated, arguments.get("engine_idx", 0))
 
     stat_logger.record = record_and_observe
 
@@ -289,17 +283,13 @@ def _logger() -> Any:
 
 
 def drain_counts(engine: Any, _: MarsConfig) -> None:
-    """Makes an `LLM` read what its engine sends until that is idle, so that its metrics are whole.
-
-    Args:
-        engine: vLLM's `LLMEngine`. Its `has_unfinished_requests`, by which an `LLM` reads on, is
-            wrapped, on this instance alone, and so is its client's `get_output`. Not where ranks of
-            data parallelism agree on that.
-    """
+    """Makes an `LLM` read outputs until its engine is idle, so that its metrics are complete."""
+    # Data-parallel ranks must agree on `has_unfinished_requests`, which ends the loop of an `LLM`.
     if engine.vllm_config.parallel_config.data_parallel_size > 1:
         return
-    client, has_unfinished_requests = engine.engine_core, engine.has_unfinished_requests
+    client = engine.engine_core
     get_output = client.get_output
+    has_unfinished_requests = engine.has_unfinished_requests
     has_more = False
 
     def get_and_note() -> Any:
