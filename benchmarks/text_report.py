@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks import figures, kinds
-from vllm_mars.lab.rows import Interval, Samples, compared, estimate, heat, means_of, ratio_of_means
+from vllm_mars.lab.rows import (
+    Interval,
+    Samples,
+    compared,
+    estimate,
+    means_of,
+    ratio_of_means,
+    temperature_label,
+)
 
 Calls = Sequence[dict[str, Any]]
 
@@ -138,7 +146,7 @@ def report(calls: Calls) -> list[list[Any]]:
     found = points(calls)
     for point, by_rule in found.items():
         model, draft, most, k, temperature = point
-        parts = model, draft, f"{most} tokens", f"K {k}", heat(temperature)
+        parts = model, draft, f"{most} tokens", f"K {k}", temperature_label(temperature)
         differs = [len(set(of)) > 1 for of in zip(*found, strict=True)]
         title = ", ".join(itertools.compress(parts, differs))
         rows += [[title]] if title else []
@@ -163,7 +171,7 @@ def report_by_kind(calls: Calls, rule: str) -> tuple[list[list[str | None]], lis
     columns: list[list[str | None]] = [["kind", ""]]
     columns += [["prompts", "d"] if equal else ["prompts, by column", ""]]
     for *_, k, temperature in found:
-        title = heat(temperature)
+        title = temperature_label(temperature)
         columns.append([f"K {k}, {title}", ".2f"])
     return columns, [
         [kind, counts[0] if equal else ", ".join(map(str, counts)), *cells]
@@ -178,7 +186,7 @@ def report_of_tokens(calls: Calls, rule: str) -> list[list[Any]]:
     for (*_, k, temperature), by_rule in points(own_calls).items():
         for name, own in by_rule.items():
             found = samples(own)
-            rows.append([f"{name}, K {k}, {heat(temperature)}"])
+            rows.append([f"{name}, K {k}, {temperature_label(temperature)}"])
             for kind in kinds.KINDS:
                 served, by_reports, by_target = (f"{kind}, {which}" for which in kinds.SUMS)
                 # A kind that was not looked at yet.
