@@ -7,17 +7,11 @@ import torch
 
 
 class DrawnUnder(NamedTuple):
-    """Sampling parameters of a draft distribution.
+    """Sampling parameters of a draft distribution."""
 
-    Attributes:
-        share: fraction of the request's temperature.
-        margin: increase of top-p; None for neither top-p nor top-k.
-        penalties: whether the request's penalties apply.
-    """
-
-    share: float = 1.0
-    margin: float | None = 0.0
-    penalties: bool = True
+    share: float = 1.0  # of the request's temperature
+    margin: float | None = 0.0  # increase of top-p; None for neither top-p nor top-k
+    penalties: bool = True  # whether the request's penalties apply
 
     def of(self, sampling_metadata: Any) -> Any:
         """Returns a batch's sampling metadata with these parameters."""

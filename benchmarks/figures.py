@@ -98,7 +98,6 @@ FOUND = 1.96 + 0.84
 
 
 def pages() -> list[Path]:
-    """Returns the pages that may have tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -137,7 +136,6 @@ def text(cell: Any, form: str) -> str:
 
 
 def machine(run: dict[str, Any]) -> str:
-    """Returns the GPU or CPU of a run."""
     hardware = run["hardware"]
     if hardware["gpu"]:
         return str(hardware["gpu"])
@@ -221,7 +219,6 @@ def pooled(estimates: Sequence[Sequence[float]]) -> list[float] | None:
 
 
 def pooled_files() -> list[str]:
-    """Returns the names of the files in `POOLED`."""
     names = (name for lists in POOLED.values() for keys in lists for name, _ in keys)
     return [*dict.fromkeys(names)]
 
@@ -271,19 +268,15 @@ def headline() -> Iterable[str]:
 
 
 def index() -> dict[str, dict[str, Any]]:
-    """Returns the entry of each file in index.json: `tells`, `of`, and maybe `stale`."""
     path = RESULTS / "index.json"
     entries: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return entries
 
 
 def lines(name: str, view: str, directory: Path) -> Iterable[str]:
-    """Yields the lines of a table and of its source.
+    """Yields the lines of a file's or computed table and of its source.
 
-    Args:
-        name: file or computed table.
-        view: view of its columns, "" for all.
-        directory: directory of the page, for the link.
+    `view` is "" for all columns; the link is relative to the page's `directory`.
     """
     names = [name]
     if name in ACROSS:
@@ -308,7 +301,6 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
 
 
 def sources(runs: Iterable[dict[str, Any]]) -> str:
-    """Returns the commits and machines of runs."""
     commits: dict[str, dict[str, None]] = {}
     for run in runs:
         commits.setdefault(machine(run), {})[landed(run["git_commit"])[:7]] = None
@@ -343,11 +335,7 @@ def all_tables() -> str:
 
 
 def written(page: str, directory: Path) -> str:
-    """Returns a page with its tables updated from the files of figures.
-
-    Raises:
-        ValueError: a mark is not closed, or a table's file is missing or does not fit.
-    """
+    """Updates the tables of a page; ValueError if a mark is not closed or a file does not fit."""
     if 2 * len(PLACE.findall(page)) != len(MARK.findall(page)):
         raise ValueError("`<!-- figures: NAME -->` and `<!-- /figures -->` do not go together.")
     return PLACE.sub(
@@ -357,7 +345,6 @@ def written(page: str, directory: Path) -> str:
 
 
 def main() -> int:
-    """Updates the pages; returns 1 after an error."""
     try:
         for page in pages():
             before = page.read_text(encoding="utf-8")

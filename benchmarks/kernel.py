@@ -106,7 +106,6 @@ def measure_cell(clock: "ThreadClock | GpuClock", shape: "Shape", rounds: int) -
 
 
 def named(shape: "Shape") -> str:
-    """Returns a row's name of its step."""
     return str(shape) if shape.vocab == VOCAB else f"{shape.vocab:,} tokens, {shape}"
 
 
@@ -115,7 +114,6 @@ class MismatchError(Exception):
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measures the cells and returns the exit status."""
     import triton
 
     from benchmarks import figures
@@ -157,7 +155,6 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     parser.add_argument("--only", default="", help='cells with this in their name: "batch 64"')

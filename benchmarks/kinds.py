@@ -47,13 +47,7 @@ def told_of_tokens(answer: Any) -> list[float]:
 
 
 class Kinds:
-    """The kinds of a tokenizer's tokens.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-        vocab: width of the logits.
-        proposed: tokens in the draft's vocabulary; None for all.
-    """
+    """The kinds of a tokenizer's tokens; `proposed` is the draft's vocabulary, None for all."""
 
     def __init__(
         self, tokenizer: Any, vocab: int, device: Any, proposed: Set[int] | None = None
@@ -76,18 +70,18 @@ class Kinds:
         self._is_of_kind = torch.tensor(is_of_kind, dtype=torch.float32, device=device)
 
     def sums(
-        self, tokens: Sequence[int], told: Sequence[float], log_p: "torch.Tensor", sampled: bool
+        self, tokens: Sequence[int], reports: Sequence[float], log_p: "torch.Tensor", sampled: bool
     ) -> "torch.Tensor":
         """Returns the sums of one answer, float32 `[len(COLUMNS)]`.
 
         Args:
-            told: log m - log p of each token or, if greedy, whether it is relaxed.
+            reports: log m - log p of each token or, if greedy, whether it is relaxed.
             log_p: float32 `[len(tokens), vocab]`, the target's at the request's temperature.
         """
         import torch
 
         token_ids = torch.tensor(list(tokens), device=log_p.device)
-        factors = [math.exp(-value) if sampled else bool(value) for value in told]
+        factors = [math.exp(-value) if sampled else bool(value) for value in reports]
         weights = torch.tensor(factors).to(log_p)
         p = log_p.exp()
         if not sampled:

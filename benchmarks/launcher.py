@@ -118,7 +118,6 @@ def without_compiling(
 
 
 def has_compiler() -> bool:
-    """Whether there is a C compiler for Triton's launcher."""
     return shutil.which(os.environ.get("CC", "gcc")) is not None
 
 

@@ -100,7 +100,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Records a launch by Triton."""
         if self._is_on:
             if _devices(args) - {"meta"}:
                 raise RuntimeError(f"{name} is given tensors on more than one device.")
@@ -206,7 +205,6 @@ def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
 
 
 def time_cases(rounds: int) -> Iterator[list[Any]]:
-    """Yields rows of `COLUMNS`."""
     from benchmarks.clocks import ThreadClock, time_in_turn
     from benchmarks.step_v2 import RunnerV2, Shape, step_of
     from vllm_mars import MarsConfig
@@ -242,7 +240,6 @@ def time_cases(rounds: int) -> Iterator[list[Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the rows and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-v", action="store_true", help="also print the names of launches")
     parser.add_argument("--rounds", type=int, default=1000, help="timed calls of each")

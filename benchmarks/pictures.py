@@ -2,8 +2,7 @@
 
     make figures        # a test compares
 
-Numbers come from the files of figures. A picture has its background, light or dark as the reader's
-system, and the width of a phone.
+Pictures have a light or dark background, as the reader's system, and the width of a phone.
 """
 
 import json
@@ -88,7 +87,6 @@ class Picture:
         edge: str = "",
         radius: float = 2,
     ) -> None:
-        """Adds a filled rectangle."""
         lined = f" s-{edge}" if edge else ""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="{radius:g}" '
@@ -96,13 +94,11 @@ class Picture:
         )
 
     def dot(self, x: float, y: float, colour: str) -> None:
-        """Adds a point of a diagram."""
         self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="f-{colour}"/>')
 
     def line(
         self, points: Iterable[Sequence[float]], colour: str, *, width: float = 2, dash: str = ""
     ) -> None:
-        """Adds a line through points."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         self.parts.append(
@@ -205,7 +201,6 @@ PICTURES = {
 
 
 def main() -> None:
-    """Writes each picture."""
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(str(draw()), encoding="utf-8")
 

@@ -19,13 +19,7 @@ def shown(page: str) -> str:
 
 
 def lines(path: str) -> Iterable[str]:
-    """Yields the reference of a name, such as `vllm_mars.functions.verify.verify_greedy`.
-
-    Sources are parsed, not imported.
-
-    Raises:
-        ValueError: the name does not exist or has no docstring.
-    """
+    """Yields the reference of a name, without importing it; ValueError if it has no docstring."""
     import griffe
 
     try:
@@ -74,5 +68,4 @@ def _defaults(member: Any) -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    """Joins and escapes a text for a table cell."""
     return " ".join(text.split()).replace("|", "\\|")

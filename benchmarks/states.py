@@ -137,7 +137,6 @@ class Judge:
 
 
 def of_greedy(rows: Any, begin: int, end: int, budget: Any) -> np.ndarray:
-    """Returns `SUMS` of a greedy step."""
     accepted, lost = 0, 0.0
     for verdict in PRICE.plain.greedy(rows, begin, end, budget):
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
@@ -268,7 +267,6 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def price_of(name: str, temperature: float, is_probabilistic: bool) -> float:
-    """Returns the price in nats of a rule's name."""
     kind, value = name.split()
     return (
         float(value)
@@ -278,7 +276,6 @@ def price_of(name: str, temperature: float, is_probabilistic: bool) -> float:
 
 
 def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """Returns the rows of `COLUMNS`."""
     rows: list[list[Any]] = []
     steps = ["tokens", "steps"]
     for line in sorted(
@@ -336,12 +333,10 @@ def setting(line: dict[str, Any]) -> tuple[str, str, int, float]:
 
 
 def is_fixed(line: dict[str, Any]) -> bool:
-    """Whether drafts are fixed (greedy in vLLM)."""
     return bool(line["drafts"] == "greedy")
 
 
 def sums(line: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns a line's sums by rule, prompt and name."""
     by_rule: dict[str, dict[str, dict[str, float]]] = {}
     for prompt, values_by_rule in line["sums"].items():
         for rule, values in values_by_rule.items():
@@ -350,7 +345,6 @@ def sums(line: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, or prints a table and writes its figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("output", type=Path, help="JSON lines; of a report, maybe compressed")

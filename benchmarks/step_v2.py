@@ -32,26 +32,19 @@ def vllm_config() -> Any:
 
 @dataclass
 class Request:
-    """A request in the middle of its answer.
+    """A request in the middle of its answer."""
 
-    Attributes:
-        sampling: `SamplingParams`.
-        drafts: draft tokens to verify.
-        tokens: prompt and answer so far; the last token is the input of the first row.
-        prompt_len: number of prompt tokens.
-        prefill_len: number of tokens that the last prefill computed; None for all but the last.
-            If nothing was sampled since, drafts are placeholders.
-    """
-
-    sampling: Any
+    sampling: Any  # `SamplingParams`
     drafts: list[int]
+    # Prompt and answer so far; the last token is the input of the first row.
     tokens: list[int] = dataclasses.field(default_factory=lambda: [3, 1, 4, 1, 5])
     prompt_len: int = 3
+    # Tokens that the last prefill computed; None for all but the last. Drafts are placeholders if
+    # nothing was sampled since.
     prefill_len: int | None = None
 
     @property
     def filled(self) -> int:
-        """`prefill_len` or its default."""
         return len(self.tokens) - 1 if self.prefill_len is None else self.prefill_len
 
 
@@ -143,7 +136,6 @@ class Step:
         Args:
             by: a `MarsConfig`, one of vLLM's methods, or None for `strict_method`.
             protected: preserved tokens.
-            logprobs_mode: vLLM's engine option.
         """
         method = self.strict_method if by is None else by
         runner = RunnerV2(self, method, protected=protected, logprobs_mode=logprobs_mode)
@@ -178,7 +170,6 @@ class Step:
             states.total_len.gpu[slot] = end
 
     def batch(self) -> Any:
-        """Returns the step's `InputBatch`."""
         from vllm.v1.worker.gpu.input_batch import InputBatch
 
         device = self.logits.device
@@ -228,7 +219,6 @@ class Step:
         return sampler(self.logits.clone(), self.batch(), self.draft_logits, invalid_drafts)
 
     def verification(self, by: Any) -> Verify:
-        """Returns the verification call of Model Runner V2 with a new `sampler`."""
         batch = self.batch()
         return functools.partial(
             self.sampler(by, protected=[2])._verify,
@@ -248,16 +238,13 @@ class Step:
 
 
 class Speculator:
-    """Stub of a speculator with the interface of vLLM's.
-
-    Attributes:
-        given: temperatures and seeds of the last call.
-    """
+    """Stub of a speculator with the interface of vLLM's."""
 
     draft_watermarker = None
 
     def __init__(self, draft_logits: Any) -> None:
         self.draft_logits = draft_logits
+        # Temperatures and seeds of the last call.
         self.given: tuple[Any, Any] | None = None
 
     def propose(
@@ -275,7 +262,6 @@ class Speculator:
         seeds: Any,
         **others: Any,
     ) -> None:
-        """Records temperatures and seeds."""
         self.given = temperature, seeds
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -289,13 +275,8 @@ class RunnerV2:
     """Minimal version of vLLM's `GPUModelRunner`, with methods of the same names.
 
     Args:
-        step: its inputs; all requests are in the batch.
         by: a `MarsConfig`, or one of vLLM's rejection sample methods.
         protected: preserved tokens.
-        logprobs_mode: vLLM's engine option.
-
-    Attributes:
-        sampled: last output of the sampler.
     """
 
     def __init__(
@@ -321,7 +302,6 @@ class RunnerV2:
         self._begin()
 
     def _begin(self) -> None:
-        """Adds all requests and their answers."""
         self._step.enter(self.sampler)
         self._step.answer(self.sampler)
         self._batch = self._step.batch()
@@ -353,7 +333,6 @@ class RunnerV2:
         self.sample_tokens(None)
 
     def execute_model(self, scheduler_output: Any) -> None:
-        """Runs the part before the model."""
         self.finish_requests(scheduler_output)
         if scheduler_output.finished_req_ids:
             self._step.enter(self.sampler, scheduler_output.finished_req_ids)
@@ -361,7 +340,6 @@ class RunnerV2:
         self.sampler.apply_staged_writes()
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Frees the slots of finished requests."""
         for name in scheduler_output.finished_req_ids:
             self.req_states.remove_request(name)
 

@@ -136,7 +136,6 @@ def told(answer: Any) -> dict[str, float]:
 
 
 def lost_nats(llm: "LLM") -> float:
-    """Returns the engine's counter of lost nats."""
     from prometheus_client import REGISTRY
 
     # vLLM's reader of metrics would round.
@@ -195,7 +194,6 @@ def open_engine(
 
 
 def key(call: dict[str, Any]) -> str:
-    """Returns the identity of a call."""
     return json.dumps([call[name] for name in (*POINT, "name", "seeds", "prompts")])
 
 
@@ -302,13 +300,11 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def short(value: float) -> float:
-    """Rounds a number for the output."""
     rounded = round(value, 4)
     return int(rounded) if rounded == int(rounded) else rounded
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures or reports, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--output", type=Path, help="JSON lines; goes on where it was")
@@ -361,7 +357,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def asked(rule: str) -> dict[str, float]:
-    """Returns the options of a rule's requests."""
     if rule == STRICT:
         return {"mars_max_loss": 0.0}
     pairs = (option.split("=") for option in rule.split(",")) if "=" in rule else ()

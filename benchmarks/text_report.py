@@ -84,7 +84,6 @@ def samples(calls: Calls, *, ended: bool = False) -> Samples:
 
 
 def answers_of(calls: Calls) -> Iterable[tuple[str, dict[str, float]]]:
-    """Yields the prompt and the values of each answer."""
     for call in calls:
         each = itertools.product(call["prompts"], call["seeds"])
         columns = call["answers"]
@@ -217,7 +216,6 @@ def report_of_tokens(calls: Calls, rule: str) -> list[list[Any]]:
 
 
 def read_all(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the calls and the runs of outputs."""
     calls, runs = [], []
     for path in paths:
         lines = read(path)
@@ -227,14 +225,12 @@ def read_all(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def show(columns: Any, rows: Any, runs: Any, path: Path | None) -> None:
-    """Prints a table and writes its file."""
     print("\n".join(figures.table_of(columns, rows)))
     if path:
         figures.write(path, {"columns": columns, "rows": rows, "runs": runs})
 
 
 def tell(args: argparse.Namespace) -> None:
-    """Prints the table of outputs and writes its file."""
     calls, runs = read_all(args.report)
     if args.of:
         calls = [call for call in calls if call["prompts"][0].split("/")[0] == args.of]

@@ -52,7 +52,7 @@ def send_requests(
 
         connector = aiohttp.TCPConnector(limit=concurrency)
         async with asyncio.timeout(timeout), aiohttp.ClientSession(connector=connector) as session:
-            return await asyncio.gather(*(send_one(*request) for request in requests))
+            return await asyncio.gather(*(send_one(prompt, body) for prompt, body in requests))
 
     begin = time.perf_counter()
     try:

@@ -34,8 +34,6 @@ STEP_TOLERANCE = 0.02
 
 
 class Example(NamedTuple):
-    """Two answers to one prompt."""
-
     strict: Answer
     lossy: Answer
 
@@ -67,7 +65,6 @@ def chosen(examples: Sequence[Example]) -> dict[str, Example]:
 
 
 def told(examples: Sequence[Example]) -> str:
-    """Returns the sentence that introduces the two answers of `chosen`."""
     return (
         f"MARS changed {len(examples)} greedy answers. These are the one that shares most words "
         "with the strict answer, and the one whose relaxed tokens lost most."
@@ -103,7 +100,6 @@ def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) 
 
 
 def conclusion(row: Row, base: Row) -> str:
-    """Returns a lossy row's figures relative to the baseline, in words."""
     where = "Greedy" if row.cell.temperature == 0 else f"At temperature {row.cell.temperature:g}"
     text = (
         f"{where}, {row.cell.name} takes {shown(row.gain, '.2f') or 'unknown'} times as many "

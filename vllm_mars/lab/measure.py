@@ -147,7 +147,6 @@ class LocalRunner:
                 yield self._record(turn, None, reason)
 
     def _is_usual(self) -> bool:
-        """Whether START_SECONDS applies."""
         return self._on_cpu and self._sweep.options.model is None
 
     def _record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
@@ -256,7 +255,6 @@ class LocalRunner:
 
 @contextlib.contextmanager
 def _each_minute(say: Callable[[str], None], doing: Callable[[], str]) -> Iterator[None]:
-    """Reports progress once a minute."""
     ended = threading.Event()
 
     def report() -> None:

@@ -42,15 +42,10 @@ _PASS_SEEDS = 100_000
 
 
 class Cell(NamedTuple):
-    """A rule at one temperature and load.
+    """A rule at one temperature and load."""
 
-    Attributes:
-        name: name of the rule, unique at each temperature and load.
-        config: vLLM's speculative config; None without speculation.
-    """
-
-    name: str
-    config: dict[str, Any] | None
+    name: str  # of the rule, unique at each temperature and load
+    config: dict[str, Any] | None  # vLLM's speculative config; None without speculation
     temperature: float
     concurrency: int
 
@@ -63,8 +58,6 @@ class Cell(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Identifies a turn in the file."""
-
     name: str
     temperature: float
     concurrency: int
@@ -73,18 +66,13 @@ class Key(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One cell's requests of one block in one pass.
-
-    Attributes:
-        server: speculative config of its server, as JSON.
-        body: further keys of each request's body.
-    """
+    """One cell's requests of one block in one pass."""
 
     cell: Cell
     repeat: int
     block: int
-    server: str
-    body: dict[str, Any]
+    server: str  # speculative config of its server, as JSON
+    body: dict[str, Any]  # further keys of each request's body
 
     @property
     def key(self) -> Key:
@@ -172,7 +160,6 @@ class SweepOptions:
 
     @property
     def base(self) -> str:
-        """Name of the baseline."""
         return self.baseline or self.all_cells()[0].name
 
     def _rules(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
@@ -263,11 +250,7 @@ class Sweep:
 
 
 def load_sweep(options: SweepOptions) -> Sweep:
-    """Reads the prompts; the caller sets the directory of the packaged model.
-
-    Raises:
-        ValueError: a file cannot be read, or two prompts have one id.
-    """
+    """Reads the prompts, or raises ValueError; the caller sets the packaged model's directory."""
     prompts: list[Prompt] = []
     for path in options.prompts:
         prompts += load_prompts(Path(path))

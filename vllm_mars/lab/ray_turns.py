@@ -30,15 +30,11 @@ RETRIES = 3
 
 
 class RayRunner:
-    """Measures on a Ray cluster."""
-
     def __init__(self, sweep: Sweep, address: str) -> None:
-        """Connects to the cluster at "HOST:PORT", "ray://HOST:PORT" or "auto" and checks it.
+        """Connects to the cluster at "HOST:PORT", "ray://HOST:PORT" or "auto".
 
-        Raises:
-            RuntimeError: Ray is not installed, the address does not answer, the cluster has another
-                version of Ray, Python, vLLM or this package, a node lacks the model or a draft, or
-                no node has enough GPUs for a server.
+        Raises RuntimeError if Ray is missing, if the cluster cannot be reached, if its versions or
+        directories differ, or if no node has enough GPUs for a server.
         """
         require("--ray", "ray", ["ray"])
         import ray
@@ -109,12 +105,10 @@ class RayRunner:
                     ray.cancel(task)
 
     def close(self) -> None:
-        """Disconnects from the cluster."""
         self._ray.shutdown()
 
 
 def _needed(gpus: int, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the resources of a task, given those of each node."""
     most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in ("GPU", "CPU")}
     if 0 < most["GPU"] < gpus or not any(most.values()):
         raise RuntimeError(

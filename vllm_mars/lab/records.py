@@ -16,53 +16,35 @@ from vllm_mars.lab.plan import Cell, Key
 
 @dataclass(frozen=True)
 class Piece:
-    """A relaxed token of an answer, or the text between two of them.
-
-    Attributes:
-        lost: loss of the relaxed token in nats; None for other text.
-    """
+    """A relaxed token of an answer, or the text between two of them."""
 
     text: str
-    lost: float | None = None
+    lost: float | None = None  # loss of a relaxed token in nats
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to one request.
-
-    Attributes:
-        tokens: number of tokens, as counted by the server.
-        ttft, seconds: seconds to the first and to the last token.
-        pieces: the text with its relaxed tokens, if examples were requested.
-    """
+    """Answer to one request."""
 
     prompt: str
     text: str
-    tokens: int
-    ttft: float
-    seconds: float
-    pieces: tuple[Piece, ...] = ()
+    tokens: int  # counted by the server
+    ttft: float  # seconds to the first token
+    seconds: float  # seconds to the last token
+    pieces: tuple[Piece, ...] = ()  # of the text, if examples were requested
 
     @property
     def lost(self) -> list[float]:
-        """Loss of each relaxed token in nats."""
         return [piece.lost for piece in self.pieces if piece.lost is not None]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a turn.
+    """Measurements of a turn; None if the server has no such counter."""
 
-    Attributes:
-        seconds: time from the first request to the last token.
-        drafts, accepted: vLLM's counts of drafts, one per step of a request, and of accepted
-            tokens.
-        lost_nats, drift_nats: the server's counters; None if it has none.
-    """
-
-    seconds: float
-    drafts: int
-    accepted: int
+    seconds: float  # from the first request to the last token
+    drafts: int  # one per step of a request
+    accepted: int  # draft tokens
     lost_nats: float | None
     answers: tuple[Answer, ...]
     drift_nats: float | None = None
@@ -102,17 +84,11 @@ class Record:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Header of one call of a sweep.
+    """Header of one call of a sweep."""
 
-    Attributes:
-        settings: options that all turns of a file share.
-        baseline: rule in the denominator of ratios.
-        run: from `vllm_mars.servers.provenance.describe_run`.
-    """
-
-    settings: dict[str, Any]
-    baseline: str
-    run: dict[str, Any]
+    settings: dict[str, Any]  # options that all turns of a file share
+    baseline: str  # rule in the denominator of ratios
+    run: dict[str, Any]  # from `provenance.describe_run`
     schema: Literal[2] = 2
     kind: Literal["sweep"] = "sweep"
 
@@ -126,11 +102,7 @@ class SweepFile:
 
 
 def read_sweep(path: Path) -> SweepFile:
-    """Reads a file of `vllm-mars sweep`; an incomplete last line is ignored.
-
-    Raises:
-        ValueError: the file cannot be read or is not from a sweep.
-    """
+    """Reads the file of a sweep, or raises ValueError; an incomplete last line is ignored."""
     from pydantic import TypeAdapter, ValidationError
 
     line_type: TypeAdapter[RunHeader | Record] = TypeAdapter(RunHeader | Record)
@@ -159,7 +131,6 @@ def read_sweep(path: Path) -> SweepFile:
 
 
 def append(path: Path, record: RunHeader | Record) -> None:
-    """Appends a header or a record."""
     append_line(path, asdict(record))
 
 

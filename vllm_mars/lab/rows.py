@@ -36,41 +36,24 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Results of a cell; None if not measured or not applicable.
-
-    Attributes:
-        problem: first line of the reason why turns failed, or "".
-        answers: number of answers.
-        ttft: seconds to the first token, median over prompts.
-        paces: tokens per second of an answer, per turn.
-        time: seconds per answer.
-        speed: `time` of the baseline / `time`.
-        tpot: seconds per token after the first.
-        token_speed: `tpot` of the baseline / `tpot`.
-        tokens_per_second: throughput of all requests.
-        steps: tokens per step of a request (vLLM's mean acceptance length).
-        gain: `steps` / `steps` of the baseline.
-        step_ratio: seconds per step / the baseline's, at concurrency 1.
-        lost, drift: nats per token from the server's counters; 0 lost if the rule is strict.
-        length: tokens per answer.
-    """
+    """Results of a cell; None if not measured or not applicable."""
 
     cell: Cell
-    problem: str = ""
-    answers: int = 0
-    paces: tuple[float, ...] = ()
-    ttft: Interval | None = None
-    time: Interval | None = None
-    speed: Interval | None = None
-    tpot: Interval | None = None
-    token_speed: Interval | None = None
-    tokens_per_second: Interval | None = None
-    steps: Interval | None = None
-    gain: Interval | None = None
-    step_ratio: Interval | None = None
-    lost: Interval | None = None
-    drift: Interval | None = None
-    length: Interval | None = None
+    problem: str = ""  # first line of the reason why turns failed
+    answers: int = 0  # number of answers
+    paces: tuple[float, ...] = ()  # tokens per second of an answer, per turn
+    ttft: Interval | None = None  # seconds to the first token, median over prompts
+    time: Interval | None = None  # seconds per answer
+    speed: Interval | None = None  # the baseline's `time` / `time`
+    tpot: Interval | None = None  # seconds per token after the first
+    token_speed: Interval | None = None  # the baseline's `tpot` / `tpot`
+    tokens_per_second: Interval | None = None  # of all requests
+    steps: Interval | None = None  # tokens per step (vLLM's mean acceptance length)
+    gain: Interval | None = None  # `steps` / the baseline's
+    step_ratio: Interval | None = None  # seconds per step / the baseline's, at concurrency 1
+    lost: Interval | None = None  # nats per token; 0 if strict
+    drift: Interval | None = None  # nats per token
+    length: Interval | None = None  # tokens per answer
 
     @property
     def is_uneven(self) -> bool:
@@ -198,7 +181,7 @@ def ratio_of_means(above: Numbers, below: Numbers, axis: int = -1) -> Any:
 
 
 def _middle(values: Numbers, axis: int = -1) -> Any:
-    """The mean of the middle half."""
+    # The mean of the middle half.
     from scipy.stats import trim_mean
 
     return trim_mean(values, 0.25, axis)
@@ -299,21 +282,17 @@ RATIOS = ("speed", "tokens' speed", "steps' gain")
 
 
 class TextTable(NamedTuple):
-    """A table as text."""
-
     title: str
     names: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 def without_times(row: Row) -> Row:
-    """Returns the row without its times."""
     nothing: dict[str, Any] = dict.fromkeys(TIMES)
     return replace(row, **nothing)
 
 
 def points(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups rows by temperature and load."""
     by_point = itertools.groupby(rows, lambda row: (row.cell.temperature, row.cell.concurrency))
     return [list(group) for _, group in by_point]
 
@@ -323,7 +302,6 @@ def temperature_label(temperature: float) -> str:
 
 
 def tables(rows: Sequence[Row], baseline: str) -> list[TextTable]:
-    """Returns a table per temperature and load."""
     texts = []
     for group in points(rows):
         _, _, temperature, load = group[0].cell

@@ -135,7 +135,6 @@ def check_methods(options: SweepOptions) -> None:
 
 
 def _settings(sweep: Sweep) -> dict[str, Any]:
-    """Returns the options that all turns of a file must share."""
     options = sweep.options
     prompts = json.dumps([[prompt.id, prompt.turns[0]] for prompt in sweep.prompts]).encode()
     return {
@@ -182,7 +181,6 @@ def _outcome(record: Record) -> str:
 
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Locks the file against a second sweep."""
     import filelock
 
     require_writable(output)

@@ -78,7 +78,6 @@ def families_of(
 
 
 def by_rule(records: Sequence[Record]) -> dict[tuple[str, Point], list[Record]]:
-    """Groups records by rule and point."""
     groups: dict[tuple[str, Point], list[Record]] = {}
     for record in records:
         point = (record.temperature, record.concurrency)
@@ -87,7 +86,6 @@ def by_rule(records: Sequence[Record]) -> dict[tuple[str, Point], list[Record]]:
 
 
 def paces(records: Sequence[Record]) -> Paces:
-    """Seconds per token of whole answers, by rule and point."""
     from vllm_mars.lab.rows import pace
 
     intervals = {key: pace(group) for key, group in by_rule(records).items()}
@@ -98,15 +96,15 @@ def named(candidate: Candidate) -> str:
     return f"{candidate[0]}, K {candidate[1]}"
 
 
-def faster_half(left: Sequence[Candidate], point: Point, found: Paces) -> list[Candidate]:
+def faster_half(left: Sequence[Candidate], point: Point, known_paces: Paces) -> list[Candidate]:
     """Returns the faster half of a point's candidates, without failed ones."""
-    order = sorted(left, key=lambda candidate: found.get((named(candidate), point), math.inf))
+    order = sorted(left, key=lambda candidate: known_paces.get((named(candidate), point), math.inf))
     half = order[: -(-len(order) // 2)]
-    return [candidate for candidate in half if (named(candidate), point) in found]
+    return [candidate for candidate in half if (named(candidate), point) in known_paces]
 
 
 def put_together(
-    left: Mapping[Point, Sequence[Candidate]], found: Paces, families: Iterable[str]
+    left: Mapping[Point, Sequence[Candidate]], known_paces: Paces, families: Iterable[str]
 ) -> tuple[str, dict[int, int]]:
     """Returns the family with the largest gain over no drafts, and its K by load.
 
@@ -114,16 +112,19 @@ def put_together(
 
     Args:
         left: remaining candidates by point.
-        found: paces of the candidates and of no drafts.
+        known_paces: paces of the candidates and of no drafts.
         families: families to choose from.
     """
 
     def gain(family: str, k: int, points: Sequence[Point]) -> float:
         """Sums log gains over points; paces of dropped candidates are from early rounds."""
         names = [(named((family, k)), point) for point in points]
-        if not k or not all(name in found for name in names):
+        if not k or not all(name in known_paces for name in names):
             return -math.inf if k else 0.0
-        return sum(math.log(found[NO_DRAFTS, point] / found[name, point]) for name, point in names)
+        return sum(
+            math.log(known_paces[NO_DRAFTS, point] / known_paces[name, point])
+            for name, point in names
+        )
 
     gained: dict[str, float] = {}
     lengths: dict[str, dict[int, int]] = {}
@@ -158,7 +159,9 @@ def by_load(config: Mapping[str, Any], lengths: Mapping[int, int]) -> dict[str, 
 
 
 def settings(
-    left: Mapping[Point, Sequence[Candidate]], found: Paces, families: Mapping[str, dict[str, Any]]
+    left: Mapping[Point, Sequence[Candidate]],
+    known_paces: Paces,
+    families: Mapping[str, dict[str, Any]],
 ) -> Served:
     """Returns the best strict, overall and temperature-independent config per temperature."""
     served: Served = {}
@@ -170,7 +173,7 @@ def settings(
             (TUNED, here, families),
             (FOR_ALL, left, families),
         ):
-            family, lengths = put_together(candidates, found, allowed)
+            family, lengths = put_together(candidates, known_paces, allowed)
             config = by_load(families[family], lengths)
             served[name, temperature] = (family if config else NO_DRAFTS), config
     return served
@@ -223,15 +226,15 @@ def tune(
         file = run_sweep(sweep, output, anew=anew and not block, only=_among(due))
         # The file of an earlier call also has its comparison, in later blocks.
         seen = [record for record in file.records if record.block <= block]
-        found = paces(seen)
-        left = {point: faster_half(those, point, found) for point, those in left.items()}
+        known_paces = paces(seen)
+        left = {point: faster_half(those, point, known_paces) for point, those in left.items()}
         block += 1
         if _minutes(seen) > CHOOSING * minutes or block + 1 >= num_blocks:
             break
-    if any((NO_DRAFTS, point) not in found for point in left):
+    if any((NO_DRAFTS, point) not in known_paces for point in left):
         reasons = (record.reason for record in file.records if not record.measured)
         raise RuntimeError(f"no drafts: {next(reasons, 'nothing was measured')}")
-    served = settings(left, found, families)
+    served = settings(left, known_paces, families)
     last = replace(sweep, cells=tuple(rules(served)))
     compared = {(cell.name, (cell.temperature, cell.concurrency)) for cell in last.all_cells()}
     each = _minutes(seen) / len(seen) * len(compared)

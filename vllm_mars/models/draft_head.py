@@ -20,11 +20,7 @@ WAY_OUT = "take another, or draft with ngram"
 
 
 def check_head(directory: Path, model: Path) -> None:
-    """Checks that a head of this project is intact and made for a model; ignores other heads.
-
-    Raises:
-        ValueError: the weights are missing, cut or changed, or the head is for another target.
-    """
+    """Raises ValueError if a head of this project is damaged or made for another target."""
     config = json.loads((directory / "config.json").read_text())
     if TARGET_KEY not in config:
         return
@@ -41,11 +37,7 @@ def check_head(directory: Path, model: Path) -> None:
 
 
 def checksum(directory: Path) -> str:
-    """Returns the sha256 of the weights, from the manifest if there is one.
-
-    Raises:
-        ValueError: there is no model.safetensors.
-    """
+    """Returns the sha256 of model.safetensors, from the manifest if there is one."""
     if not (directory / WEIGHTS).is_file():
         raise ValueError(f"{directory} has no {WEIGHTS}; give a directory that has, or {WAY_OUT}.")
     if (directory / MANIFEST).is_file() and damage(directory) is None:

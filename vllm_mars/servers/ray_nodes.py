@@ -48,7 +48,6 @@ def check_nodes(nodes: Iterable[dict[str, Any]], directories: Sequence[str] = ()
 
 
 def _node_probe() -> Callable[[list[str]], dict[str, Any]]:
-    """Returns a function that reports a node's versions and missing directories."""
 
     # Ray pickles a nested function by value, so that nodes without this package can run it. Its
     # annotations must not refer to this package either.

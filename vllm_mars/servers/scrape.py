@@ -30,13 +30,10 @@ NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> bytes:
-    """Sends a GET request or, with a body, posts JSON; servers on this machine need no proxy.
+    """Sends a GET request or, with a body, posts JSON; uses no proxy on this machine.
 
-    Args:
-        timeout: in seconds.
-
-    Raises:
-        OSError: there is no answer, or an HTTP error (`urllib.error.HTTPError`).
+    Raises OSError if there is no answer within `timeout` seconds, or an HTTP error
+    (`urllib.error.HTTPError`).
     """
     handlers = [urllib.request.ProxyHandler({})] if _is_here(url) else []
     opener = urllib.request.build_opener(*handlers)
@@ -52,12 +49,7 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
 
 
 def openai_client(base_url: str, timeout: float, api_key: str = "none") -> "openai.OpenAI":
-    """Returns a client without retries, which would distort times, and without a local proxy.
-
-    Args:
-        base_url: address of the server, without `/v1`.
-        timeout: in seconds.
-    """
+    """Returns a client of `base_url` + "/v1", without retries, which would distort times."""
     import openai
 
     http_client = openai.DefaultHttpxClient(trust_env=not _is_here(base_url))

@@ -103,12 +103,10 @@ class VllmServer:
         return self._process.pid
 
     def command(self) -> list[str]:
-        """Returns the command line of the server."""
         command = [sys.executable, "-m", "vllm_mars.cli.serve", "serve", self.model]
         return [*command, "--host", "127.0.0.1", "--port", str(self.port), *self.args]
 
     def start(self) -> None:
-        """Starts the process without waiting."""
         if self._process is not None:
             raise RuntimeError(f"the server is running already (pid {self.pid}); call close().")
         self.port = free_port()
@@ -127,9 +125,8 @@ class VllmServer:
     def wait_until_ready(self) -> None:
         """Waits until the server answers `/health`.
 
-        Raises:
-            RuntimeError: the server ended, or did not answer within `startup_timeout` seconds after
-                its start and was ended; the message has the end of its log.
+        Raises RuntimeError with the end of the log if it ended or did not answer within
+        `startup_timeout` seconds after its start; then no process of it is left.
         """
         while not self.is_ready():
             time.sleep(POLL_SECONDS)
@@ -162,15 +159,10 @@ class VllmServer:
             )
 
     def log_tail(self) -> str:
-        """Returns the `tail` of the server's log."""
         return tail(self.log_path)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the `scrape.totals` of `/metrics`.
-
-        Raises:
-            RuntimeError: the server is not running or does not answer.
-        """
+        """Returns `scrape.totals`, or raises RuntimeError if the server does not answer."""
         self.check_alive()
         url = f"{self.base_url}/metrics"
         try:
