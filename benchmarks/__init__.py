@@ -1,1 +1,1 @@
-"""Measurements; each command writes one JSON file with versions and hardware."""
+"""Benchmarks; each command writes a JSON file with versions and hardware."""

@@ -6,19 +6,19 @@ from typing import Any, TypeVar
 
 import torch
 
-# The wait of the device while the host launches, in cycles: 2 ms at 2 GHz.
+# Cycles that the device waits while the host launches: 2 ms at 2 GHz.
 WAIT_CYCLES = 4_000_000
 Name = TypeVar("Name")
 Call = Callable[[], Any]
 
 
 class ThreadClock:
-    """Times calls on a CPU by what their one thread runs, so that others do not count."""
+    """Times calls on a CPU by thread time, so that other processes do not count."""
 
     device, name = torch.device("cpu"), "cpu"
 
     def time(self, call: Call) -> tuple[float, float]:
-        """Microseconds of one call, twice."""
+        """Returns the microseconds of one call twice, as device and host time."""
         begin = time.thread_time()
         call()
         elapsed = (time.thread_time() - begin) * 1e6
@@ -36,14 +36,14 @@ class GpuClock:
         self._sink = torch.empty((), device=self.device)
 
     def time(self, call: Call) -> tuple[float, float]:
-        """Microseconds on the stream, with a cold cache, and those that the host needs.
+        """Returns microseconds on the stream, with a cold cache, and on the host.
 
-        The device waits until the host has launched all, as behind a model's forward pass.
-        `triton.testing.do_bench` empties the cache by writes, which leaves lines that the cache
-        must write back while the call is timed; this reads.
+        The device waits until the host has launched everything, as after a model's forward pass.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        # Reads, since lines that are written (`triton.testing.do_bench`) would be written back in
+        # the timed call.
         torch.sum(self._more_than_l2, 0, out=self._sink)
         begin.record()
         before = time.perf_counter()
@@ -57,10 +57,7 @@ class GpuClock:
 def time_in_turn(
     clock: ThreadClock | GpuClock, calls: Mapping[Name, Call], rounds: int, warmup: int = 3
 ) -> dict[Name, list[tuple[float, float]]]:
-    """Times the calls in turn, each round in another order; microseconds as the clock has them.
-
-    A drift of the clock rate meets all of them, and none always follows the same other one.
-    """
+    """Times the calls in rotating order, so that drifts of the clock rate affect all of them."""
     names = list(calls)
     runs: dict[Name, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(-warmup, rounds):

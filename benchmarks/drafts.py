@@ -1,4 +1,4 @@
-"""What drafts are drawn from, and from what else they could be, for `states`."""
+"""Alternative draft distributions for `states`."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -7,43 +7,38 @@ import torch
 
 
 class DrawnUnder(NamedTuple):
-    """What drafts are drawn under beside the request's penalties.
+    """Sampling parameters of a draft distribution."""
 
-    Attributes:
-        share: of the temperature.
-        margin: what is added to top-p; None for drafts that are not cut.
-        penalties: whether there are any.
-    """
-
-    share: float = 1.0
-    margin: float | None = 0.0
-    penalties: bool = True
+    share: float = 1.0  # of the request's temperature
+    margin: float | None = 0.0  # increase of top-p; None for neither top-p nor top-k
+    penalties: bool = True  # whether the request's penalties apply
 
     def of(self, sampling_metadata: Any) -> Any:
-        """The metadata of a batch whose drafts are drawn so."""
-        own = {"temperature": sampling_metadata.temperature * self.share}
+        """Returns a batch's sampling metadata with these parameters."""
+        changes = {
+            "temperature": sampling_metadata.temperature * self.share,
+            "no_penalties": bool(sampling_metadata.no_penalties) or not self.penalties,
+        }
         if self.margin is None:
-            own |= {"top_k": None, "top_p": None}
+            changes |= {"top_k": None, "top_p": None}
         elif sampling_metadata.top_p is not None:
-            own |= {"top_p": (sampling_metadata.top_p + self.margin).clamp(max=1.0)}
-        return replace(sampling_metadata, **own, no_penalties=self._has_none(sampling_metadata))
-
-    def _has_none(self, sampling_metadata: Any) -> bool:
-        return bool(sampling_metadata.no_penalties) or not self.penalties
+            changes["top_p"] = (sampling_metadata.top_p + self.margin).clamp(max=1.0)
+        return replace(sampling_metadata, **changes)
 
 
 def draw_as_vllm(runner: Any, others: list[DrawnUnder]) -> None:
-    """Lets a V1 runner draw drafts as vLLM does, and tell what else they could be drawn from.
+    """Makes a V1 runner sample drafts as vLLM does and report other distributions of them.
 
     Args:
-        runner: with MARS. Each row of its draft probabilities gets those of the others behind it.
-        others: the other distributions, given the same tokens.
+        runner: runner with MARS; its draft probabilities become `[rows, (1 + others) * vocab]`.
+        others: distributions to report, conditioned on the same tokens.
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     from vllm_mars.worker.draft_sampling_v1 import under_parameters
 
-    drafter, propose = runner.drafter, runner.propose_draft_token_ids
+    drafter = runner.drafter
+    propose = runner.propose_draft_token_ids
     emitted: list[list[int]] = []
     drafted: list[torch.Tensor] = []
 
@@ -53,16 +48,17 @@ def draw_as_vllm(runner: Any, others: list[DrawnUnder]) -> None:
         return propose(scheduler_output, sampled, *args)
 
     def sample(logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        found = []
+        other_probs = []
         for other in others:
-            own = other.of(sampling_metadata)
-            row, rest = under_parameters(logits.clone(), own, emitted, drafted)
+            metadata = other.of(sampling_metadata)
+            row, rest = under_parameters(logits.clone(), metadata, emitted, drafted)
             temperature = rest.temperature.masked_fill(rest.temperature == 0, 1)
-            found.append((row.float() / temperature[:, None]).softmax(-1))
-        drawn, probs = SpecDecodeBaseProposer._sample_from_logits(
+            other_probs.append((row.float() / temperature[:, None]).softmax(-1))
+        tokens, probs = SpecDecodeBaseProposer._sample_from_logits(
             drafter, logits, sampling_metadata
         )
-        drafted.append(drawn)
-        return drawn, torch.cat([probs, *found], 1)
+        drafted.append(tokens)
+        return tokens, torch.cat([probs, *other_probs], 1)
 
-    runner.propose_draft_token_ids, drafter._sample_from_logits = propose_and_note, sample
+    runner.propose_draft_token_ids = propose_and_note
+    drafter._sample_from_logits = sample

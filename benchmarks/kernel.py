@@ -1,17 +1,16 @@
-"""Time of the verification of one step, by vLLM and by MARS.
+"""Times the verification of one step by vLLM and by MARS.
 
 `python -m benchmarks.kernel --output build/kernel.json` on a GPU
 
 All variants verify the same logits and drafts in one process, in turn, as Model Runner V2 calls
-them, each call with a cold L2 cache: microseconds on the device, and those that the host needs to
-launch it. Requests have answered 512 tokens, and those of lossy variants have no strict opening, so
-that the rule is applied. No variant is timed before MARS at price 0 gives vLLM's tokens: those of
-its method `block` where drafts are probabilistic and requests sample (not of vLLM 0.32, see
-`step_v2.is_repeated`), else of `standard`. `--dry-run` goes the same way with tiny
-shapes on a CPU, in Triton's interpreter, for which it wants `PYTHONPATH=tests/interpreted
-TRITON_INTERPRET=1`.
+them, with a cold L2 cache. Times are microseconds on the device and of the host's launches.
+Requests have 512 output tokens and lossy variants no strict opening, so that the rule applies.
+Before timing, MARS at price 0 must emit the tokens of vLLM's method `block` if drafts are
+probabilistic and requests are sampled (except in vLLM 0.32, see `step_v2.is_repeated`), else those
+of `standard`. `--dry-run` uses tiny shapes on a CPU, in Triton's interpreter, and needs
+`PYTHONPATH=tests/interpreted TRITON_INTERPRET=1`.
 
-Exit status: 0; 1 where tokens were wrong; 2 without a GPU.
+Exit status: 0; 1 if tokens were wrong; 2 without a GPU.
 """
 
 import argparse
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     from benchmarks.step_v2 import Shape
 
 NO_GPU = "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes in Triton's interpreter."
-# Temperature and whether drafts are drawn; 0.7 makes vLLM copy the rows into float32.
+# (temperature, probabilistic drafts); at 0.7 vLLM copies the rows into float32.
 KINDS = ((0.0, False), (1.0, False), (1.0, True), (0.7, False), (0.7, True))
-# (temperature, drawn, batch, K, vocabulary)
+# (temperature, probabilistic drafts, batch, K, vocabulary)
 VOCAB = 128_256
 GRID = [
     (*kind, batch, 4, vocab)
@@ -41,14 +40,14 @@ VARIANTS: dict[str, str | dict[str, Any]] = {
     "vLLM, standard": "standard",
     "vLLM, block": "block",
     "MARS, price 0": {"price": 0.0},
-    # As most requests of a server that is strict unless a request asks.
+    # Most requests of a server that is strict by default.
     "MARS, strict unless asked": {"max_loss": 0.0, "limit": 0.02},
     "MARS, theta 0.9": {"theta": 0.9, "strict_opening": 0},
     "MARS, price 0.3": {"price": 0.3, "strict_opening": 0},
     "MARS, max_loss 0.02": {"max_loss": 0.02, "strict_opening": 0},
 }
-# Of a file of figures: medians with the 20th and the 80th percentile. An empty kernel takes the
-# least that this way of timing shows.
+# Times are medians with the 20th and 80th percentiles. The empty kernel shows the smallest time
+# that this method can measure.
 COLUMNS = [
     ("step", ""),
     *((f"{name}, us", ".0f") for name in VARIANTS),
@@ -59,11 +58,7 @@ COLUMNS = [
 
 
 def measure_cell(clock: "ThreadClock | GpuClock", shape: "Shape", rounds: int) -> list[Any]:
-    """All variants of one shape: a row for `COLUMNS`.
-
-    Raises:
-        MismatchError: MARS at price 0 gave other tokens than vLLM.
-    """
+    """Measures all variants of a shape and returns a row of `COLUMNS`; may raise MismatchError."""
     import numpy as np
     import torch
 
@@ -72,49 +67,53 @@ def measure_cell(clock: "ThreadClock | GpuClock", shape: "Shape", rounds: int) -
     from vllm_mars import MarsConfig
 
     step = step_of(shape, clock.device)
-    # A server refuses theta beside drawn drafts; without them `block` is not what MARS is held to.
+    # A server refuses theta with probabilistic drafts; for fixed drafts the baseline is `standard`.
     left_out = "MARS, theta 0.9" if shape.is_probabilistic else "vLLM, block"
     variants = {
-        name: by if isinstance(by, str) else MarsConfig(**by)
-        for name, by in VARIANTS.items()
+        name: method if isinstance(method, str) else MarsConfig(**method)
+        for name, method in VARIANTS.items()
         if name != left_out
     }
-    calls: dict[str, Any] = {name: step.verification(it) for name, it in variants.items()}
+    calls: dict[str, Any] = {name: step.verification(by) for name, by in variants.items()}
     tokens = {name: tokens_of(call) for name, call in calls.items()}
-    own, strict = f"vLLM, {step.strict_method}", tokens["MARS, price 0"]
+    vllm = f"vLLM, {step.strict_method}"
     wrong = []
     if is_repeated(step):
-        if own not in tokens:
-            tokens[own] = tokens_of(step.verification(step.strict_method))
-        wrong = (tokens[own] != strict).any(1).nonzero().flatten().tolist()
+        if vllm not in tokens:
+            tokens[vllm] = tokens_of(step.verification(step.strict_method))
+        wrong = (tokens[vllm] != tokens["MARS, price 0"]).any(1).nonzero().flatten().tolist()
     if wrong:
         raise MismatchError(
-            f"{shape}: {len(wrong)} of {shape.batch} requests differ from {own}, at price 0, the "
+            f"{shape}: {len(wrong)} of {shape.batch} requests differ from {vllm}, at price 0, the "
             f"first is request {wrong[0]}."
         )
     element = torch.zeros(1, device=clock.device)
     calls["empty kernel"] = lambda: element.add_(1)
     runs = time_in_turn(clock, calls, rounds)
-    times = {name: np.percentile(of, (50, 20, 80), axis=0).round(1).T for name, of in runs.items()}
-    counts = {name: float((found >= 0).sum()) / shape.batch for name, found in tokens.items()}
+    # [device and host, percentiles]
+    times = {
+        name: np.percentile(samples, (50, 20, 80), axis=0).round(1).T
+        for name, samples in runs.items()
+    }
+    counts = {name: float((ids >= 0).sum()) / shape.batch for name, ids in tokens.items()}
     timed = [*VARIANTS, "empty kernel"]
-    of_both = [
-        times[name][place].tolist() if name in times else None for place in (0, 1) for name in timed
+    cells = [
+        times[name][clock_index].tolist() if name in times else None
+        for clock_index in (0, 1)
+        for name in timed
     ]
-    return [named(shape), *of_both, *map(counts.get, VARIANTS)]
+    return [named(shape), *cells, *map(counts.get, VARIANTS)]
 
 
 def named(shape: "Shape") -> str:
-    """The step of a row."""
     return str(shape) if shape.vocab == VOCAB else f"{shape.vocab:,} tokens, {shape}"
 
 
 class MismatchError(Exception):
-    """MARS at price 0 gave other tokens than vLLM."""
+    """MARS at price 0 emitted other tokens than vLLM."""
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Runs the cells in turn; returns the exit status."""
     import triton
 
     from benchmarks import figures
@@ -124,7 +123,7 @@ def measure(args: argparse.Namespace) -> int:
 
     clock = ThreadClock() if args.dry_run else GpuClock()
     grid = DRY if args.dry_run else GRID
-    cells = [it for it in grid if args.only in named(Shape(*it))]
+    cells = [cell for cell in grid if args.only in named(Shape(*cell))]
     head = describe_run(None if clock.name == "cpu" else clock.name)
     head["versions"]["triton"] = triton.__version__
     rounds = 2 if args.dry_run else args.rounds
@@ -132,7 +131,8 @@ def measure(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {"columns": COLUMNS, "rows": []}
     result |= {"runs": [run], "not_run": []}
     print(clock.name, *figures.table_of(COLUMNS, []), sep="\n", flush=True)
-    begin, status = time.perf_counter(), 0
+    begin = time.perf_counter()
+    status = 0
     for number, cell in enumerate(cells):
         if time.perf_counter() - begin > args.seconds:
             result["not_run"] = cells[number:]
@@ -155,7 +155,6 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="JSON file; default: standard output only")
     parser.add_argument("--only", default="", help='cells with this in their name: "batch 64"')
@@ -164,9 +163,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     args = parser.parse_args(arguments)
     if args.dry_run:
-        # Triton reads it when it is imported, which nothing has done so far.
+        # Before anything imports Triton.
         os.environ["TRITON_INTERPRET"] = "1"
-        # vLLM's stand-ins for pinned memory and streams.
+        # vLLM's CPU versions of pinned memory and streams.
         import vllm.v1.worker.cpu.shm  # noqa: F401
     import torch
 

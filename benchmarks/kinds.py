@@ -1,15 +1,15 @@
-"""Which kinds of tokens answers have, beside what the target would have had in their places.
+"""Compares the kinds of tokens in answers with those of the target at the same positions.
 
-Of each position of an answer, given the text before it: a token may complete an n-gram that the
-answer holds, end a sentence, break a line, begin a word with a capital, hold a character outside
-ASCII, or be none that the draft can propose. Three numbers say how often, as sums over the answer:
+Kinds: tokens that complete a repeated n-gram, end a sentence, break a line, begin a word with a
+capital, have a non-ASCII character, or are not in the draft's vocabulary. Each kind has three sums
+over an answer:
 
-    served        tokens of the kind that came
-    by reports    the same, each weighed by p / m of its report: in expectation what the target has
-    by target     the target's probability of the kind, from a forward pass that knows no report
+    served        tokens of the kind
+    by reports    the same, weighted by the reported p / m; its mean is that of the target
+    by target     the target's probability of the kind, from a separate forward pass
 
-Of a greedy answer the relaxed tokens count alone, `by target` are the target's first choices in
-their places, and there is nothing by reports.
+In greedy answers only relaxed tokens count, `by target` counts the argmax at their positions, and
+`by reports` has no meaning.
 """
 
 import math
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 LONGEST = 4
 KINDS = (
-    *(f"{n}-grams again" for n in range(2, LONGEST + 1)),
+    "2-grams again",
+    "3-grams again",
+    "4-grams again",
     "sentence ends",
     "line breaks",
     "capitals",
@@ -35,24 +37,17 @@ COLUMNS = tuple(f"{kind}, {which}" for kind in KINDS for which in SUMS)
 
 
 def told_of_tokens(answer: Any) -> list[float]:
-    """Of each token of an answer its log-ratio, or whether it is relaxed: see `kinds.Kinds`."""
+    """Returns the log-ratio of each token or, if greedy, whether it is relaxed."""
     report: dict[str, Any] = getattr(answer.spec_decode_metrics, "mars", None) or {}
     count = len(answer.token_ids)
     if "log_ratios" in report:
         return list(report["log_ratios"])
     relaxed = report.get("relaxed_positions", ())
-    return [float(at in relaxed) for at in range(count)]
+    return [float(position in relaxed) for position in range(count)]
 
 
 class Kinds:
-    """The kinds of a tokenizer's tokens.
-
-    Args:
-        tokenizer: of transformers.
-        vocab: width of the logits.
-        device: of the logits.
-        proposed: the tokens that the draft can propose; None for all.
-    """
+    """The kinds of a tokenizer's tokens; `proposed` is the draft's vocabulary, None for all."""
 
     def __init__(
         self, tokenizer: Any, vocab: int, device: Any, proposed: Set[int] | None = None
@@ -60,7 +55,7 @@ class Kinds:
         import torch
 
         texts = tokenizer.batch_decode([[token] for token in range(min(len(tokenizer), vocab))])
-        found = [
+        is_of_kind = [
             [
                 text.rstrip()[-1:] in (".", "!", "?") and bool(text.strip()),
                 "\n" in text,
@@ -70,38 +65,39 @@ class Kinds:
             ]
             for token, text in enumerate(texts)
         ]
-        found += [[False] * len(found[0])] * (vocab - len(found))
-        self._of_token = torch.tensor(found, dtype=torch.float32, device=device)
+        is_of_kind += [[False] * len(is_of_kind[0])] * (vocab - len(is_of_kind))
+        # [vocab, kinds]
+        self._is_of_kind = torch.tensor(is_of_kind, dtype=torch.float32, device=device)
 
     def sums(
-        self, tokens: Sequence[int], told: Sequence[float], log_p: "torch.Tensor", sampled: bool
+        self, tokens: Sequence[int], reports: Sequence[float], log_p: "torch.Tensor", sampled: bool
     ) -> "torch.Tensor":
-        """The numbers of one answer, in the order of `COLUMNS`; float32 `[len(COLUMNS)]`.
+        """Returns the sums of one answer, float32 `[len(COLUMNS)]`.
 
         Args:
-            tokens: of the answer.
-            told: of each, log m - log p where the request samples, else whether it is relaxed.
-            log_p: float32 `[len(tokens), vocab]`, of the target at the request's temperature.
-            sampled: whether the request does.
+            reports: log m - log p of each token or, if greedy, whether it is relaxed.
+            log_p: float32 `[len(tokens), vocab]`, the target's at the request's temperature.
         """
         import torch
 
-        own = torch.tensor(list(tokens), device=log_p.device)
-        weights = torch.tensor([math.exp(-it) if sampled else bool(it) for it in told]).to(log_p)
+        token_ids = torch.tensor(list(tokens), device=log_p.device)
+        factors = [math.exp(-value) if sampled else bool(value) for value in reports]
+        weights = torch.tensor(factors).to(log_p)
         p = log_p.exp()
         if not sampled:
             p = torch.nn.functional.one_hot(log_p.argmax(1), log_p.shape[1]) * weights[:, None]
         counted = torch.ones_like(weights) if sampled else weights
-        is_kind = self._of_token[own].T
-        expected = [*(p @ self._of_token).sum(0)]
-        again = [*NgramIndex(LONGEST).before((), tokens)]
-        is_again, of_target = [], []
+        is_kind = self._is_of_kind[token_ids].T
+        expected = [*(p @ self._is_of_kind).sum(0)]
+        followers = [*NgramIndex(LONGEST).before((), tokens)]
+        is_repeated, expected_repeats = [], []
         for n in range(LONGEST - 1):
-            lists = [by_length[n] if n < len(by_length) else set() for by_length in again]
-            pairs = [(row, token) for row, of in enumerate(lists) for token in of]
+            repeats = [by_length[n] if n < len(by_length) else set() for by_length in followers]
+            pairs = [(row, token) for row, listed in enumerate(repeats) for token in listed]
             rows, ids = torch.tensor(pairs or [(0, 0)], device=log_p.device).T
-            of_target.append(p[rows, ids].sum() if pairs else p.new_zeros(()))
-            is_again.append([token in of for token, of in zip(tokens, lists, strict=True)])
-        each = torch.cat([torch.tensor(is_again).to(log_p), is_kind])
-        by_target = torch.stack([*of_target, *expected])
-        return torch.stack([each @ counted, each @ weights, by_target], 1).flatten()
+            expected_repeats.append(p[rows, ids].sum() if pairs else p.new_zeros(()))
+            is_repeated.append([token in of for token, of in zip(tokens, repeats, strict=True)])
+        # [kinds, tokens]
+        indicators = torch.cat([torch.tensor(is_repeated).to(log_p), is_kind])
+        by_target = torch.stack([*expected_repeats, *expected])
+        return torch.stack([indicators @ counted, indicators @ weights, by_target], 1).flatten()

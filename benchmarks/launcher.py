@@ -1,8 +1,8 @@
-"""Triton without a GPU: with nothing compiled, or with its own launcher over a driver's stand-in.
+"""Runs Triton without a GPU, to count launches or to time their host side.
 
-Of the first, what is launched is noted, for `launches` and for tests. By the second, which times
-launches, Triton compiles kernels for a GPU that is not there, binds their arguments and hands them
-to its launcher, written in C, as on that GPU: missing is what the driver takes for a launch.
+`without_compiling` only records launches, for `launches` and for tests. `without_a_driver` compiles
+kernels for an absent GPU, binds arguments and calls Triton's C launcher on a stub of the driver, so
+that times lack only the driver's part of a launch.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ NO_COMPILER = (
     "benchmarks.launches needs a C compiler to build Triton's launcher, and gcc was not found; "
     "install it, or name another one in the environment variable CC."
 )
-# Addresses are those of the host's memory; a device has room for any kernel.
+# Device addresses are host addresses, and any kernel fits.
 _LIBCUDA = """
 #include <stdint.h>
 #define DOES_NOTHING(name) int name(void) { return 0; }
@@ -58,49 +58,50 @@ int cuPointerGetAttribute(uint64_t *value, int name, uint64_t address) {
 
 
 class Uncompiled:
-    """Stands in for what Triton compiles a kernel to."""
+    """Stub of a compiled kernel."""
 
     function, packed_metadata = 0, ()
 
     def __init__(self, launched: Callable[[tuple[Any, ...]], object]) -> None:
         self._launched = launched
 
-    def run(self, *given: Any) -> None:
-        """What Triton calls to launch a kernel, with its grid, the stream, and so on, in front."""
-        self._launched(given)
+    def run(self, *args: Any) -> None:
+        """Called by Triton to launch a kernel; the grid, stream and more precede its arguments."""
+        self._launched(args)
 
     def launch_metadata(self, *_: Any) -> None:
-        """What hooks of profilers would be told."""
+        """Called by Triton for the hooks of profilers."""
 
 
 @contextlib.contextmanager
 def without_compiling(
     launched: Callable[[str, tuple[Any, ...]], object],
 ) -> Iterator[list[tuple[str, str]]]:
-    """Triton looks at arguments inside, but compiles nothing and launches nothing.
+    """Makes Triton specialize arguments without compiling or launching kernels.
 
-    Each launch of a kernel that was looked up asks Triton, too, which must find the same one.
+    Each cached launch is also checked against Triton's own lookup.
 
     Args:
-        launched: told the name of a kernel and its arguments, with more in front.
+        launched: receives the name of each launched kernel and the arguments of `Uncompiled.run`.
 
     Yields:
         Name and key of each kernel that Triton would have compiled.
     """
     from vllm_mars.kernels import launch
 
-    # What is compiled is kept by it, and in `launch`.
-    place, found = object(), []
+    # Key of Triton's and `launch`'s caches of compiled kernels.
+    device = object()
+    compiled = []
 
     def compile_nothing(kernel: Any, key: str, *_: Any, **__: Any) -> Any:
         name = kernel.fn.__name__
-        found.append((name, key))
-        made = Uncompiled(lambda given: launched(name, given))
-        kernel.device_caches[place][0][key] = made
-        return made
+        compiled.append((name, key))
+        stub = Uncompiled(lambda args: launched(name, args))
+        kernel.device_caches[device][0][key] = stub
+        return stub
 
     driver = SimpleNamespace(
-        get_current_device=lambda: place,
+        get_current_device=lambda: device,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: TARGET,
     )
@@ -111,19 +112,18 @@ def without_compiling(
             mock.patch.object(JITFunction, "_do_compile", compile_nothing),
             mock.patch.object(launch, "CHECKS", True),
         ):
-            yield found
+            yield compiled
     finally:
         launch.launch_cache_for.cache_clear()
 
 
 def has_compiler() -> bool:
-    """Whether the launcher can be built here."""
     return shutil.which(os.environ.get("CC", "gcc")) is not None
 
 
 @contextlib.contextmanager
 def without_a_driver() -> Iterator[None]:
-    """Triton launches inside, on CPU tensors, what it compiles for `TARGET`; once in a process."""
+    """Makes Triton launch kernels for `TARGET` on CPU tensors; usable once per process."""
     from triton.backends.nvidia import driver as nvidia
 
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def without_a_driver() -> Iterator[None]:
         subprocess.run(
             [*command, "-x", "c", "-o", library, "-"], input=_LIBCUDA, text=True, check=True
         )
-        # What opens it by its name finds it.
+        # Loaded globally, so that dlopen finds it by name.
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         with mock.patch.dict(os.environ, TRITON_LIBCUDA_PATH=folder):
             driver = SimpleNamespace(

@@ -1,23 +1,23 @@
-"""What a step of Model Runner V2 launches and takes on the host, without a GPU.
+"""Counts the launches of a step of Model Runner V2 and times its host side, without a GPU.
 
 `python -m benchmarks.launches --output build/host.json`
 
-What is counted is on torch's meta device, which takes the accelerator's path. Each operation that
-is no view is one kernel or one copy. A step is that of
-`RunnerV2`: vLLM's `RejectionSampler.__call__` and what MARS wraps around it, the speculator's call
-among it. A line of JSON for each case tells what is launched, what of it waits for the device,
-which is an error, and what vLLM's own sampler launches for the same batch (by its method
-`standard`, of probabilistic drafts by `block`, too). With -v come the names.
+Launches are counted on torch's meta device, which takes the accelerator's path. Each operation that
+is not a view is one kernel or one copy. A step (`RunnerV2.step`) is vLLM's
+`RejectionSampler.__call__` with everything that MARS wraps around it, including the speculator's
+call. Each case prints a line of JSON with the launches, the launches that wait for the device,
+which are an error, and those of vLLM's sampler for the same batch (method `standard` and, for
+probabilistic drafts, `block`). -v adds names.
 
-Then come host times: microseconds of this thread for the verification and for the whole step, by
-vLLM's methods, by MARS, and by MARS with requests that ask for nothing on a server that is strict
-unless one does; then both of MARS over vLLM's best method without loss. All run in turn; what
-counts is the 20th percentile, which other work on the machine moves least. Here the tensors are a
-CPU's, and Triton compiles for a GPU and launches by its own launcher (`launcher`), so that all is
-real but the driver's part of a launch, and CUDA's allocator. --output writes these to a file for
-`make figures`.
+Host times are microseconds of this thread for the verification and for the whole step, of vLLM's
+methods, MARS, and MARS with strict requests on a server that is strict by default; then the ratios
+of MARS to vLLM's best lossless method. All variants run in turn, and the 20th percentile is
+reported, which is least sensitive to other work on the machine. Tensors are on the CPU, and Triton
+launches kernels compiled for a GPU with its own launcher (see `launcher`), so that only the
+driver's part of a launch and CUDA's allocator are missing. --output writes these times to a file
+for `make figures`.
 
-Exit status: 0; 1 where something waits for the device; 2 without a C compiler.
+Exit status: 0; 1 if something waits for the device; 2 without a C compiler.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +44,14 @@ from benchmarks import launcher
 
 META = torch.device("meta")
 K, BATCH, VOCAB = 4, 8, 32_000
+# fmt: off
 VIEWS = {
-    *("view", "slice", "select", "unsqueeze", "squeeze", "expand", "detach", "alias", "t", "split"),
-    *("transpose", "permute", "as_strided", "unbind", "lift_fresh", "_unsafe_view", "unfold"),
-    *("empty", "empty_strided", "empty_like", "new_empty", "_reshape_alias"),
+    "view", "slice", "select", "unsqueeze", "squeeze", "expand", "detach", "alias", "t", "split",
+    "transpose", "permute", "as_strided", "unbind", "lift_fresh", "_unsafe_view", "unfold",
+    "empty", "empty_strided", "empty_like", "new_empty", "_reshape_alias",
 }
-# They tell the host a value.
+# fmt: on
+# Operations that copy a value to the host.
 WAITS = {"_local_scalar_dense", "nonzero", "equal"}
 CASES: dict[str, dict[str, Any]] = {
     "theta": {"theta": 0.9},
@@ -59,10 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
     "strict unless asked": {"max_loss": 0, "limit": 0.02},
 }
 TEMPERATURES = {
-    **{"greedy": (0.0, 0.0), "sampled": (0.7, 0.7), "mixed": (0.0, 0.7)},
+    "greedy": (0.0, 0.0),
+    "sampled": (0.7, 0.7),
+    "mixed": (0.0, 0.7),
     "drawn drafts": (0.7, 0.7),
 }
-# What is timed: temperature and whether drafts are drawn.
+# (temperature, probabilistic drafts) of timed steps.
 TIMED = ((0.0, False), (1.0, False), (1.0, True))
 BATCHES = (1, 8, 64)
 VARIANTS = {"MARS": CASES["recommended"], "MARS, strict": CASES["strict unless asked"]}
@@ -73,7 +77,7 @@ COLUMNS += [[f"{kind}{name} / vLLM", ".2f"] for kind in ("", "whole step: ") for
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what torch and Triton launch on the meta device."""
+    """Records the launches of torch and Triton on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,20 +88,20 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name, given = function._schema.name.split("::")[1], _devices((args, kwargs))
-        if "meta" in given and name in WAITS:
+        name = function._schema.name.split("::")[1]
+        devices = _devices((args, kwargs))
+        if "meta" in devices and name in WAITS:
             self.waited.append(name)
         result = function(*args, **(kwargs or {}))
-        if "meta" in given and "cpu" in _devices(result):
+        if "meta" in devices and "cpu" in _devices(result):
             self.waited.append(name)
-        if "meta" in given | _devices(result) and name not in VIEWS:
+        if "meta" in devices | _devices(result) and name not in VIEWS:
             self.launched.append(name)
         return result
 
-    def note(self, name: str, given: tuple[Any, ...]) -> None:
-        """Notes a launch of Triton's."""
+    def note(self, name: str, args: tuple[Any, ...]) -> None:
         if self._is_on:
-            if _devices(given) - {"meta"}:
+            if _devices(args) - {"meta"}:
                 raise RuntimeError(f"{name} is given tensors on more than one device.")
             self.launched.append(name)
 
@@ -111,12 +115,12 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def without_a_gpu(self) -> Iterator[None]:
-        """vLLM and Triton inside work on the meta device."""
+        """Makes vLLM and Triton use the meta device."""
         from vllm.platforms import current_platform
 
         with (
             launcher.without_compiling(self.note),
-            # Where vLLM's V2 puts what the host writes and the device reads.
+            # Device of V2's buffers that the host writes and the device reads.
             mock.patch.object(current_platform, "device_type", "meta"),
         ):
             yield
@@ -124,18 +128,18 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def as_on_an_accelerator() -> Iterator[None]:
-    """vLLM and MARS inside take the path of an accelerator."""
+    """Makes vLLM and MARS take the path of an accelerator."""
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer
 
     from vllm_mars.report.counters import Counters
 
     with (
-        # What the host writes and the device reads, in place.
+        # The buffer that the host writes is also the one that the device reads.
         mock.patch.object(NonUvaBuffer, "uva", lambda buffer, n=None: buffer._uva[:n]),
-        # What leaves once a second: there is no host to copy it to.
+        # The counters' copy to the host, once a second: the meta device has no values.
         mock.patch.object(Counters, "take_delta", lambda counters, flush=False: None),
-        # A CPU has operations of its own.
+        # A CPU would use other operations.
         mock.patch.object(current_platform, "is_cpu", lambda: False),
     ):
         yield
@@ -146,8 +150,8 @@ def _devices(tree: Any) -> set[str]:
 
 
 def count(counted: Counted, step: Callable[[], Any]) -> tuple[list[str], list[str]]:
-    """What a step launches once it is warm, and what of it waits."""
-    # Inference mode would show what composes others, such as a `to` that copies nothing.
+    """Returns the launches of a warm step, and those that wait."""
+    # Inference mode would show composite operations, such as a `to` that copies nothing.
     with torch.no_grad():
         step()
         counted.launched, counted.waited = [], []
@@ -159,8 +163,9 @@ def count(counted: Counted, step: Callable[[], Any]) -> tuple[list[str], list[st
 def _parameters(case: str, kind: str) -> list[Any]:
     from vllm import SamplingParams
 
-    own = [{"mars_max_loss": 0.02}, {"mars_max_loss": 0.01}] if "own" in case else [None, None]
-    choices = itertools.cycle(zip(TEMPERATURES[kind], own, strict=True))
+    bounds = [{"mars_max_loss": 0.02}, {"mars_max_loss": 0.01}]
+    extra = bounds if "own" in case else [None, None]
+    choices = itertools.cycle(zip(TEMPERATURES[kind], extra, strict=True))
     return [
         SamplingParams(temperature=temperature, extra_args=extra_args)
         for temperature, extra_args in itertools.islice(choices, BATCH)
@@ -168,81 +173,82 @@ def _parameters(case: str, kind: str) -> list[Any]:
 
 
 def methods_of(is_probabilistic: bool) -> tuple[str, ...]:
-    """The methods of vLLM that a step is compared with, last the best of them without loss."""
+    """Returns vLLM's methods to compare with; the last is its best lossless one."""
     return ("standard", "block") if is_probabilistic else ("standard",)
 
 
 def count_cases(counted: Counted) -> Iterator[dict[str, Any]]:
-    """What a step launches, a row for each case and kind of batch; then where requests leave."""
+    """Yields a row of launches per case and kind of batch, then one with finished requests."""
     from benchmarks.step_v2 import RunnerV2, Shape, step_of
     from vllm_mars import MarsConfig
 
-    def row(name: str, bys: dict[str, Any], step: Any, *given: Any) -> dict[str, Any]:
-        found = {}
-        for of, by in bys.items():
+    def row(
+        name: str, variants: dict[str, Any], step: Any, finished: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        launches = {}
+        for variant, by in variants.items():
             runner = RunnerV2(step, by)
-            found[of] = count(counted, functools.partial(runner.step, *given))
-        launched, waited = found["launches"]
-        counts = {of: len(it) for of, (it, _) in found.items()}
+            launches[variant] = count(counted, functools.partial(runner.step, finished))
+        launched, waited = launches["launches"]
+        counts = {variant: len(names) for variant, (names, _) in launches.items()}
         return {"case": name, **counts, "syncs": len(waited), "names": launched}
 
     for case, kind in itertools.product(CASES, TEMPERATURES):
         is_probabilistic = kind == "drawn drafts"
         step = step_of(Shape(0.7, is_probabilistic, BATCH, K, VOCAB), META, _parameters(case, kind))
         methods = {method: method for method in methods_of(is_probabilistic)}
-        bys = {"launches": MarsConfig(**CASES[case]), **methods}
-        yield row(f"{case}, {kind}", bys, step)
+        variants = {"launches": MarsConfig(**CASES[case]), **methods}
+        yield row(f"{case}, {kind}", variants, step)
     step = step_of(Shape(0.7, False, BATCH, K, VOCAB), META)
-    bys = {"launches": MarsConfig(**CASES["recommended"]), "standard": "standard"}
-    yield row("two requests end and two come", bys, step, ("0", "1"))
+    variants = {"launches": MarsConfig(**CASES["recommended"]), "standard": "standard"}
+    yield row("two requests end and two come", variants, step, finished=("0", "1"))
 
 
 def time_cases(rounds: int) -> Iterator[list[Any]]:
-    """Rows of `COLUMNS`."""
     from benchmarks.clocks import ThreadClock, time_in_turn
     from benchmarks.step_v2 import RunnerV2, Shape, step_of
     from vllm_mars import MarsConfig
 
     for kind, batch in itertools.product(TIMED, BATCHES):
         shape = Shape(*kind, batch, K, VOCAB)
-        step, methods = step_of(shape, ThreadClock.device), methods_of(shape.is_probabilistic)
-        bys: dict[str, Any] = {method: method for method in methods}
-        bys |= {name: MarsConfig(**options) for name, options in VARIANTS.items()}
+        step = step_of(shape, ThreadClock.device)
+        methods = methods_of(shape.is_probabilistic)
+        variants: dict[str, Any] = {method: method for method in methods}
+        variants |= {name: MarsConfig(**options) for name, options in VARIANTS.items()}
         calls: dict[tuple[str, bool], Any] = {}
-        for name, by in bys.items():
+        for name, by in variants.items():
             calls[name, False] = step.verification(by)
             calls[name, True] = RunnerV2(step, by).step
         runs: dict[tuple[str, bool], Any] = {}
         for is_step in (False, True):
-            of_kind = {call: it for call, it in calls.items() if call[1] == is_step}
+            timed = {key: call for key, call in calls.items() if key[1] == is_step}
             # As vLLM's runner.
             with torch.inference_mode():
-                runs |= time_in_turn(ThreadClock(), of_kind, rounds, warmup=20)
-        times = {call: round(float(np.percentile(of, 20)), 1) for call, of in runs.items()}
-        of_each = [
+                runs |= time_in_turn(ThreadClock(), timed, rounds, warmup=20)
+        times = {key: round(float(np.percentile(run, 20)), 1) for key, run in runs.items()}
+        cells = [
             times.get((name, is_step))
             for is_step in (False, True)
             for name in ("standard", "block", *VARIANTS)
         ]
-        over = [
+        ratios = [
             times[name, is_step] / times[methods[-1], is_step]
             for is_step in (False, True)
             for name in VARIANTS
         ]
-        yield [str(shape), *of_each, *(round(ratio, 3) for ratio in over)]
+        yield [str(shape), *cells, *(round(ratio, 3) for ratio in ratios)]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the rows; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("-v", action="store_true", help="names of what is launched, too")
-    parser.add_argument("--rounds", type=int, default=1000, help="calls of each that are timed")
+    parser.add_argument("-v", action="store_true", help="also print the names of launches")
+    parser.add_argument("--rounds", type=int, default=1000, help="timed calls of each")
     parser.add_argument("--output", type=Path, help="JSON file of the times")
     args = parser.parse_args(arguments)
     if not launcher.has_compiler():
         print(launcher.NO_COMPILER, file=sys.stderr)
         return 2
-    # Before anything imports vLLM: nothing is compiled, and a CPU build takes its Triton kernels.
+    # Before anything imports vLLM: nothing is compiled, and a CPU build uses its Triton kernels.
     os.environ |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     backends.setdefault(
         "cpu",
@@ -256,7 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
     from vllm_mars.servers.provenance import describe_run
 
     vllm_config()
-    waits, counted = 0, Counted()
+    waits = 0
+    counted = Counted()
     head = describe_run(None)
     head["versions"]["triton"] = triton.__version__
     run = {**head, "raw": "this file", "rounds": args.rounds}
@@ -269,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     with as_on_an_accelerator(), launcher.without_a_driver():
         for timed in time_cases(args.rounds):
             result["rows"].append(timed)
-            named = {name: it for (name, _), it in zip(COLUMNS, timed, strict=True) if it}
+            named = {name: cell for (name, _), cell in zip(COLUMNS, timed, strict=True) if cell}
             print(json.dumps(named), flush=True)
     if args.output:
         figures.write(args.output, result)

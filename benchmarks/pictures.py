@@ -1,12 +1,8 @@
-"""Draws the pictures of the pages, as SVG.
-
-A step, and what bounds gain by what they cost.
+"""Draws the SVG pictures of the pages: a step, and the gain of bounds by their cost.
 
     make figures        # a test compares
 
-Their numbers stand on the pages that show them, or beside their raw files, and are read from there.
-A picture has a ground of its own, light or dark as the reader's system has it, and is as wide as a
-phone.
+Pictures have a light or dark background, as the reader's system, and the width of a phone.
 """
 
 import json
@@ -21,8 +17,7 @@ DOCS = ROOT / "docs"
 STEP = ROOT / "benchmarks/results/step.json"
 WIDTH = 440
 MARGIN = 16
-# Light and dark: ground and its edge, text, what matters less, what is kept, what is thrown away,
-# what costs something.
+# Light and dark colours; good, bad and paid are for accepted, rejected and lossy.
 COLOURS = {
     "ground": ("#ffffff", "#0d1117"),
     "edge": ("#d0d7de", "#3d444d"),
@@ -32,7 +27,7 @@ COLOURS = {
     "bad": ("#cf222e", "#f85149"),
     "paid": ("#9a6700", "#d29922"),
 }
-# The lines of the picture of gains, by where benchmarks/results/states.json has them: name, colour.
+# Lines of the picture of gains: heading in benchmarks/results/states.json to name and colour.
 LINES = {
     "temperature 1": ("temperature 1", "good"),
     "temperature 0.7": ("temperature 0.7", "paid"),
@@ -42,23 +37,22 @@ LINES = {
 
 
 class Picture:
-    """An SVG of a given height, to which shapes and lines of text are added."""
+    """An SVG of a given height, with a title for screen readers."""
 
-    def __init__(self, height: float, told: str) -> None:
-        """Starts with the ground; `told` is the picture in words, for who cannot see it."""
+    def __init__(self, height: float, title: str) -> None:
         light, dark = (
             "".join(
-                f".f-{name}{{fill:{pair[at]}}}.s-{name}{{stroke:{pair[at]}}}"
+                f".f-{name}{{fill:{pair[theme]}}}.s-{name}{{stroke:{pair[theme]}}}"
                 for name, pair in COLOURS.items()
             )
-            for at in (0, 1)
+            for theme in (0, 1)
         )
         self.height = height
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" '
             f'viewBox="0 0 {WIDTH} {height:g}" role="img" '
             'font-family="-apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="15">',
-            f"<title>{escape(told)}</title>",
+            f"<title>{escape(title)}</title>",
             f"<style>text{{white-space:pre}}{light}"
             f"@media (prefers-color-scheme: dark){{{dark}}}</style>",
         ]
@@ -75,7 +69,7 @@ class Picture:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """A line of text at its baseline."""
+        """Adds a line of text; y is its baseline."""
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" class="f-{colour}" font-size="{size:g}" '
@@ -93,7 +87,6 @@ class Picture:
         edge: str = "",
         radius: float = 2,
     ) -> None:
-        """A filled rectangle."""
         lined = f" s-{edge}" if edge else ""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="{radius:g}" '
@@ -101,13 +94,11 @@ class Picture:
         )
 
     def dot(self, x: float, y: float, colour: str) -> None:
-        """A point of a diagram."""
         self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="f-{colour}"/>')
 
     def line(
         self, points: Iterable[Sequence[float]], colour: str, *, width: float = 2, dash: str = ""
     ) -> None:
-        """A line through points."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         self.parts.append(
@@ -120,41 +111,41 @@ class Picture:
 
 
 def step() -> Picture:
-    """A step of a real answer, verified strictly and by MARS, with the target's probabilities."""
-    found = json.loads(STEP.read_text(encoding="utf-8"))
-    rows, gap = found["draft"], 10
+    """Draws a real step, verified strictly and by MARS."""
+    content = json.loads(STEP.read_text(encoding="utf-8"))
+    rows, gap = content["draft"], 10
     width = (WIDTH - 2 * MARGIN - gap * (len(rows) - 1)) / len(rows)
-    picture = Picture(430, found["told"])
+    picture = Picture(430, content["told"])
 
     def cells(y: float, named: Sequence[tuple[str, str, str]]) -> None:
-        """Tokens beside each other, each with what is said of it and a colour."""
-        for at, (token, said, colour) in enumerate(named):
-            x = MARGIN + at * (width + gap)
+        """Draws a row of tokens with captions and colours."""
+        for index, (token, caption, colour) in enumerate(named):
+            x = MARGIN + index * (width + gap)
             picture.box(x, y, width, 48, "ground", edge=colour, radius=6)
             name = "text" if colour == "edge" else colour
             picture.text(x + width / 2, y + 21, token, name, size=16, anchor="middle", bold=True)
-            picture.text(x + width / 2, y + 39, said, "quiet", size=14, anchor="middle")
+            picture.text(x + width / 2, y + 39, caption, "quiet", size=14, anchor="middle")
 
-    picture.text(MARGIN, 30, f"… {found['before']}", size=16)
+    picture.text(MARGIN, 30, f"… {content['before']}", size=16)
     picture.text(MARGIN, 62, "The draft proposes", bold=True)
     picture.text(WIDTH - MARGIN, 62, "probability by the target", "quiet", size=14, anchor="end")
     cells(72, [(row["token"], f"{row['p']:.2f}", "edge") for row in rows])
     picture.text(MARGIN, 146, "The target's choice there", bold=True)
     cells(156, [(row["first"], f"{row['first_p']:.2f}", "edge") for row in rows])
 
-    accepted = {"strict": 0, "mars": len(found["mars"]) - 1}
+    accepted = {"strict": 0, "mars": len(content["mars"]) - 1}
     for y, rule, title in ((234, "strict", "Strict"), (324, "mars", "MARS")):
-        tokens = found[rule]
+        tokens = content[rule]
         count = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
-        cost = f", for {found['nats']:.2f} nats" if rule == "mars" else ""
+        cost = f", for {content['nats']:.2f} nats" if rule == "mars" else ""
         picture.text(MARGIN, y, f"{title}: {count} in this step{cost}", bold=True)
         cells(
             y + 10,
             [
                 (token, "draft, accepted", "paid")
-                if at < accepted[rule]
+                if index < accepted[rule]
                 else (token, "the target's own", "good")
-                for at, token in enumerate(tokens)
+                for index, token in enumerate(tokens)
             ],
         )
     rejected = " ".join(row["token"] for row in rows)
@@ -164,26 +155,28 @@ def step() -> Picture:
 
 
 def gains() -> Picture:
-    """What bounds gain over the best lossless setting, by the nats that they cost."""
+    """Draws the gain of bounds over the best lossless setting, by nats lost."""
     picture = Picture(402, "What bounds of 0.005, 0.02 and 0.05 gain, by nats lost per token")
-    left, right, top, bottom, widest, most = MARGIN + 42, WIDTH - MARGIN, 118, 340, 0.06, 25
+    left, right = MARGIN + 42, WIDTH - MARGIN
+    top, bottom = 118, 340
+    max_nats, max_percent = 0.06, 25
     picture.text(MARGIN, 28, "more tokens per step than lossless", bold=True)
     picture.text(MARGIN, 95, "each line: bounds of 0.005, 0.02 and 0.05", "quiet", size=14)
-    for at, (name, colour) in enumerate(LINES.values()):
-        x, y = MARGIN + 6.0 + 150 * (at % 2), 46.0 + 22 * (at // 2)
+    for index, (name, colour) in enumerate(LINES.values()):
+        x, y = MARGIN + 6.0 + 150 * (index % 2), 46.0 + 22 * (index // 2)
         picture.dot(x, y, colour)
         picture.text(x + 13, y + 5, name, size=14)
 
     def place(nats: float, gain: float) -> tuple[float, float]:
-        share = 100 * (gain - 1) / most
-        return left + (right - left) * nats / widest, bottom - (bottom - top) * share
+        share = 100 * (gain - 1) / max_percent
+        return left + (right - left) * nats / max_nats, bottom - (bottom - top) * share
 
-    for percent in range(0, most + 1, 5):
+    for percent in range(0, max_percent + 1, 5):
         _, y = place(0, 1 + percent / 100)
         picture.line([(left, y), (right, y)], "edge", width=1)
         picture.text(left - 8, y + 5, f"{percent} %", "quiet", size=14, anchor="end")
     for tick in (0.0, 0.02, 0.04, 0.06):
-        anchor = "end" if tick == widest else "middle"
+        anchor = "end" if tick == max_nats else "middle"
         x, _ = place(tick, 1)
         picture.text(x, bottom + 22, f"{tick:g}", "quiet", size=14, anchor=anchor)
     for begin, (_, colour) in LINES.items():
@@ -208,7 +201,6 @@ PICTURES = {
 
 
 def main() -> None:
-    """Writes each picture."""
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(str(draw()), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What the site says of each name of the API: out of its docstring and signature, by griffe."""
+"""API reference of the site, from docstrings and signatures by griffe."""
 
 import re
 from collections.abc import Iterable
@@ -7,35 +7,29 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PLACE = re.compile(r"^<!-- api: (\S+) -->$", re.MULTILINE)
-# griffe's kinds of sections, by what a table calls their entries.
+# griffe's kinds of sections, and the column titles of their entries.
 TABLES = {"parameters": "argument", "attributes": "field"}
 FIELD = re.compile(r"^Field\(default=([^,)]+).*$")
 LISTS = {"returns": "Returns", "raises": "Raises"}
 
 
 def shown(page: str) -> str:
-    """A page with what stands for each `<!-- api: NAME -->`."""
-    return PLACE.sub(lambda at: "\n".join(lines(at[1])), page)
+    """Replaces each `<!-- api: NAME -->` of a page."""
+    return PLACE.sub(lambda match: "\n".join(lines(match[1])), page)
 
 
 def lines(path: str) -> Iterable[str]:
-    """The lines that stand for one name, such as `vllm_mars.functions.verify.verify_greedy`.
-
-    Sources are read, nothing is imported.
-
-    Raises:
-        ValueError: there is no such name, or it has no docstring.
-    """
+    """Yields the reference of a name, without importing it; ValueError if it has no docstring."""
     import griffe
 
     try:
-        found: Any = griffe.load(path, search_paths=[ROOT], allow_inspection=False)
+        member: Any = griffe.load(path, search_paths=[ROOT], allow_inspection=False)
     except (ImportError, KeyError) as error:
         raise ValueError(f"api: there is no {path}: {error}.") from error
-    if found.docstring is None:
+    if member.docstring is None:
         raise ValueError(f"api: {path} has no docstring.")
-    defaults = _defaults(found)
-    for section in found.docstring.parse("google"):
+    defaults = _defaults(member)
+    for section in member.docstring.parse("google"):
         kind = section.kind.value
         if kind == "text":
             yield from (*section.value.split("\n"), "")
@@ -47,32 +41,31 @@ def lines(path: str) -> Iterable[str]:
                 yield f"| `{entry.name}` | {default} | {_cell(entry.description)} |"
             yield ""
         elif kind in LISTS:
-            told = "; ".join(
+            entries = "; ".join(
                 f"`{entry.annotation}`: {_cell(entry.description)}"
                 if kind == "raises"
                 else _cell(entry.description)
                 for entry in section.value
             )
-            yield from (f"{LISTS[kind]}: {told}", "")
+            yield from (f"{LISTS[kind]}: {entries}", "")
 
 
-def _defaults(found: Any) -> dict[str, str]:
-    """Name -> default, of a function's arguments, a class's fields or those of its `__init__`."""
-    if found.is_class and "__init__" in found.members:
-        found = found.members["__init__"]
-    if found.is_class:
-        given = {name: getattr(member, "value", None) for name, member in found.members.items()}
+def _defaults(member: Any) -> dict[str, str]:
+    """Returns the defaults of a function's arguments, or of a class's `__init__` or fields."""
+    if member.is_class and "__init__" in member.members:
+        member = member.members["__init__"]
+    if member.is_class:
+        values = {name: getattr(field, "value", None) for name, field in member.members.items()}
     else:
-        given = {it.name: it.default for it in found.parameters}
-    told = {name: str(value) for name, value in given.items() if value is not None}
-    # One that pydantic makes anew for each object is told by the text.
+        values = {parameter.name: parameter.default for parameter in member.parameters}
+    texts = {name: str(value) for name, value in values.items() if value is not None}
+    # The docstring describes defaults from a factory.
     return {
         name: FIELD.sub(r"\1", value)
-        for name, value in told.items()
+        for name, value in texts.items()
         if not value.startswith("Field(default_factory")
     }
 
 
 def _cell(text: str) -> str:
-    """A text in one line, which ends no cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,15 +1,14 @@
-"""Rules judged in the same states: on the same drafts behind the same text.
+"""Judges rules in the same states: on the same drafts after the same text.
 
     python -m benchmarks.states states.jsonl --prompts benchmarks/prompts/text.jsonl
     python -m benchmarks.states states.jsonl --report
 
-Two answers to one prompt soon differ, and then a loop or an early end decides which of them took
-fewer steps. Here one rule answers, and in each step all rules say what they would do with its
-draft: how many tokens they would accept, on average over their random numbers, and what these would
-lose. Each position counts by the chance that the rule comes to it. A rule is a price that no bound
-caps: `price 0.5`, or `bound 0.02` for the price that this bound sets.
+Two answers to one prompt soon diverge, and then a loop or an early end decides which one took fewer
+steps. So one rule answers, and each step computes for every rule the expected number of accepted
+draft tokens and their loss. Positions are weighted by the probability that the rule reaches them. A
+rule is a price without a cap: `price 0.5`, or `bound 0.02` for the price that this bound sets.
 
-It runs on a CPU, by the plain form of the rule (`vllm_mars.kernels.reference`).
+Runs on a CPU, with the reference rules (`vllm_mars.kernels.reference`).
 """
 
 import argparse
@@ -32,18 +31,18 @@ from vllm_mars.kernels.budget import LOSS_BITS, NO_BOUND, price_units
 from vllm_mars.kernels.interface import Verdict
 from vllm_mars.kernels.row_stats.naive import read_probabilities
 from vllm_mars.kernels.rules import PRICE
-from vllm_mars.kernels.served_dist import naive as law
+from vllm_mars.kernels.served_dist import naive as served_dist
 from vllm_mars.lab.prompts import PACKAGED
 from vllm_mars.lab.records import append_line, require_writable
-from vllm_mars.lab.rows import compared, estimate, heat, ratio_of_means
+from vllm_mars.lab.rows import compared, estimate, ratio_of_means, temperature_label
 from vllm_mars.models.draft_head import PACKAGED_HEAD
 from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import METHOD, price_of_bound
 from vllm_mars.servers.provenance import describe_run, vllm_device
 
 UNIT = 2.0**-LOSS_BITS
-# What is summed of each prompt: tokens and steps, nats lost, the drift, positions that were reached
-# and there the probability of what the draft cannot propose, under the target and as served.
+# Sums per prompt: tokens, steps, nats lost, drift, reached positions and, at these, the probability
+# of tokens outside the draft's support, under the target and as served.
 SUMS = ("tokens", "steps", "lost", "drift", "reached", "outside", "outside served")
 STRICT = "strict"
 COLUMNS: list[list[str | None]] = [
@@ -51,7 +50,7 @@ COLUMNS: list[list[str | None]] = [
     ["prompts", "d", "spread"],
     ["tokens per step", ".3f", "spread"],
     ["x strict", ".3f", "gain"],
-    # Of greedy requests the same; else strict with fixed drafts, which answers with other texts.
+    # For greedy requests strict; for sampled ones strict with fixed drafts, whose texts differ.
     ["x vLLM's default", ".3f", "spread"],
     ["nats per token", ".4f", "gain"],
     ["of a prompt: median", ".4f", "spread"],
@@ -62,17 +61,17 @@ COLUMNS: list[list[str | None]] = [
 
 
 class Judge:
-    """Judges each step that a CPU verifies by some rules.
+    """Judges the steps that a CPU verifies.
 
     Args:
-        prompt_of: gives the name of the prompt of the request at a place of the batch, or None.
-        every: of the steps of an answer one in so many is judged, in no order.
-        drafts: names of further draft distributions, in the order in which `drafts.draw_as_vllm`
-            has them; each rule is judged with each of them, too.
+        prompt_of: maps a request's batch index to the name of its prompt, or None.
+        every: judges a pseudorandom 1 / `every` of the steps.
+        drafts: names of the other distributions of `drafts.draw_as_vllm`, with each of which
+            each rule is also judged.
 
     Attributes:
-        prices: of the rules, by name.
-        sums: by prompt and rule, `SUMS`.
+        prices: prices by rule.
+        sums: `SUMS` by prompt and rule.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Judge:
         self._seen: dict[str, int] = defaultdict(int)
 
     def install(self, setattr: Callable[[Any, str, Any], None] = setattr) -> None:
-        """Wraps how a step is verified; a test has it undone."""
+        """Wraps the functions that verify a step; a test passes a `setattr` that is undone."""
         loss_budgets = accept.loss_budgets
         greedy, fixed, probabilistic = accept._greedy, accept._fixed, accept._probabilistic
 
@@ -99,31 +98,31 @@ class Judge:
                 yield budget
 
         def on_greedy(rows: Any, begin: int, end: int, budget: Any, which: Any) -> Any:
-            self._add(budget, lambda it, _: of_greedy(rows, begin, end, it))
+            self._add(budget, lambda priced, _: of_greedy(rows, begin, end, priced))
             return greedy(rows, begin, end, budget, which)
 
-        def on_fixed(rows: Any, budget: Any, which: Any, own: Any) -> Any:
-            own.read(slice(None))
-            read = read_probabilities(rows, own.begin, own.z, own.p, own.preserved)
-            self._add(budget, lambda it, _: of_fixed(read, own, it))
-            return fixed(rows, budget, which, own)
+        def on_fixed(rows: Any, budget: Any, which: Any, request: Any) -> Any:
+            request.read(slice(None))
+            begin, z, p = request.begin, request.z, request.p
+            read = read_probabilities(rows, begin, z, p, request.preserved)
+            self._add(budget, lambda priced, _: of_fixed(read, request, priced))
+            return fixed(rows, budget, which, request)
 
-        def on_probabilistic(rows: Any, budget: Any, own: Any) -> Any:
-            own.read(slice(None))
-            q = own.q.view(len(own.q), 1 + len(self.drafts), -1).unbind(1)
-            own.q = q[0]
-            self._add(budget, lambda it, req_idx: of_probabilistic(rows, own, it, q[req_idx]))
-            return probabilistic(rows, budget, own)
+        def on_probabilistic(rows: Any, budget: Any, request: Any) -> Any:
+            request.read(slice(None))
+            # [draft_len, (1 + drafts) * vocab] -> a distribution for each kind of drafts
+            q = request.q.view(len(request.q), 1 + len(self.drafts), -1).unbind(1)
+            request.q = q[0]
+            self._add(budget, lambda priced, kind: of_probabilistic(rows, request, priced, q[kind]))
+            return probabilistic(rows, budget, request)
 
         setattr(accept, "loss_budgets", noted)
-        for name, wrapped in (
-            ("greedy", on_greedy),
-            ("fixed", on_fixed),
-            ("probabilistic", on_probabilistic),
-        ):
-            setattr(accept, f"_{name}", wrapped)
+        setattr(accept, "_greedy", on_greedy)
+        setattr(accept, "_fixed", on_fixed)
+        setattr(accept, "_probabilistic", on_probabilistic)
 
     def _add(self, budget: Any, judged: Callable[[Any, int], np.ndarray]) -> None:
+        """Adds a step's sums; `judged` maps a budget and the index of a draft distribution."""
         name = self._prompt_of(self._req_idx)
         if name is None or budget.has_ended:
             return
@@ -132,13 +131,12 @@ class Judge:
             return
         sums = self.sums.setdefault(name, defaultdict(lambda: np.zeros(len(SUMS))))
         for rule, price in self.prices.items():
-            own = budget._replace(value=price_units(price), rate=NO_BOUND)
-            for req_idx, drafts in enumerate(("", *self.drafts)):
-                sums[", ".join(filter(None, (rule, drafts)))] += judged(own, req_idx)
+            priced = budget._replace(value=price_units(price), rate=NO_BOUND)
+            for kind, drafts in enumerate(("", *self.drafts)):
+                sums[", ".join(filter(None, (rule, drafts)))] += judged(priced, kind)
 
 
 def of_greedy(rows: Any, begin: int, end: int, budget: Any) -> np.ndarray:
-    """`SUMS` of a greedy step."""
     accepted, lost = 0, 0.0
     for verdict in PRICE.plain.greedy(rows, begin, end, budget):
         if verdict not in (Verdict.FIRST, Verdict.RELAXED):
@@ -148,45 +146,57 @@ def of_greedy(rows: Any, begin: int, end: int, budget: Any) -> np.ndarray:
     return np.array([accepted + 1, 1, lost, lost, accepted + 1, 0, 0])
 
 
-def of_fixed(rows: Any, own: Any, budget: Any) -> np.ndarray:
-    """The same of a step that samples with a fixed draft."""
-    found, joint_ratio = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0
-    for i, decision in enumerate(PRICE.plain.sampled(rows, own.begin, own.end, budget)):
-        found += joint_ratio * np.array(
-            [0, 0, decision.loss * UNIT, decision.drift * UNIT, 1, 0, 0]
-        )
-        log_m = rows.log_p[own.begin + i] + law.log_ratio(decision, is_draft=True)
+def of_fixed(rows: Any, request: Any, budget: Any) -> np.ndarray:
+    """Returns `SUMS` of a sampled step with a fixed draft."""
+    sums = np.array([1.0, 1, 0, 0, 0, 0, 0])
+    joint_ratio = 1.0
+    for i, decision in enumerate(PRICE.plain.sampled(rows, request.begin, request.end, budget)):
+        sums += joint_ratio * np.array([0, 0, decision.loss * UNIT, decision.drift * UNIT, 1, 0, 0])
+        log_m = rows.log_p[request.begin + i] + served_dist.log_ratio(decision, is_draft=True)
         joint_ratio *= math.exp(min(log_m, 0.0))
-        found[0] += joint_ratio
-    return found
+        sums[0] += joint_ratio
+    return sums
 
 
-def of_probabilistic(rows: Any, own: Any, budget: Any, q: Any) -> np.ndarray:
-    """The same with a drawn draft, on average over drafts that are drawn from q.
+def of_probabilistic(rows: Any, request: Any, budget: Any, q: Any) -> np.ndarray:
+    """Returns expected `SUMS` of a step with drafts from q, float32 `[draft_len, vocab]`.
 
-    The draft was drawn from what can propose all that q can, so it counts by its probability under
-    q over that under which it was drawn.
+    The support of the distribution that the draft was sampled from includes that of q, so the draft
+    gets an importance weight.
     """
-    found, joint_ratio, weight = np.array([1.0, 1, 0, 0, 0, 0, 0]), 1.0, 1.0
-    prices = law.clip_prices(rows, own.begin, own.end, budget, own.max_draft_len)
-    for i, (x, price) in enumerate(zip(rows.draft[own.begin : own.end], prices, strict=True)):
+    sums = np.array([1.0, 1, 0, 0, 0, 0, 0])
+    joint_ratio, weight = 1.0, 1.0
+    begin, end = request.begin, request.end
+    prices = served_dist.clip_prices(rows, begin, end, budget, request.max_draft_len)
+    for i, (x, price) in enumerate(zip(rows.draft[begin:end], prices, strict=True)):
         if x < 0:
             break
-        row = own.z[i], own.p[i], q[i], price, own.preserved[i]
-        served = law.clip_row(*row, own.buffers[3 + i], own.buffers[:3])
+        served = served_dist.clip_row(
+            request.z[i],
+            request.p[i],
+            q[i],
+            price,
+            request.preserved[i],
+            request.buffers[3 + i],
+            request.buffers[:3],
+        )
         outside = q[i] == 0
-        shares = float(own.p[i][outside].sum()), float(served.m[outside].sum())
-        found += weight * joint_ratio * np.array([0, 0, served.loss, served.drift, 1, *shares])
-        if not (of_q := float(q[i, x])):
+        p_outside, m_outside = float(request.p[i][outside].sum()), float(served.m[outside].sum())
+        sums += (
+            weight
+            * joint_ratio
+            * np.array([0, 0, served.loss, served.drift, 1, p_outside, m_outside])
+        )
+        if not (q_x := float(q[i, x])):
             break
-        joint_ratio = update_joint_ratio(joint_ratio, float(served.m[x]), of_q)
-        weight *= of_q / float(own.q[i, x])
-        found[0] += weight * joint_ratio
-    return found
+        joint_ratio = update_joint_ratio(joint_ratio, float(served.m[x]), q_x)
+        weight *= q_x / float(request.q[i, x])
+        sums[0] += weight * joint_ratio
+    return sums
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Answers the prompts at each temperature; a line of the output for each."""
+    """Answers the prompts and appends a line per temperature to the output."""
     device, gpu = vllm_device()
     if device != "cpu":
         raise NotImplementedError(f"the rule's plain form serves a CPU, not {gpu}.")
@@ -200,7 +210,12 @@ def measure(args: argparse.Namespace) -> None:
         server["mars_draft_temperature"] = args.draft_temperature
     engine_args = {"dtype": args.dtype} if args.dtype else {}
     llm = open_engine(
-        path, args.draft, args.num_speculative_tokens, args.batch, server, **engine_args
+        path,
+        draft=args.draft,
+        k=args.num_speculative_tokens,
+        batch=args.batch,
+        server=server,
+        **engine_args,
     )
     from vllm import SamplingParams
 
@@ -220,36 +235,47 @@ def measure(args: argparse.Namespace) -> None:
     judge.install()
     append_line(args.output, {"run": describe_run(gpu)})
     for temperature in args.temperatures:
-        own = {it: price_of(it, temperature, not args.fixed_drafts) for it in args.rules}
-        judge.prices, judge.sums = {STRICT: 0.0, **own}, {}
-        whole: dict[str, Any] = {"temperature": temperature, "max_tokens": args.max_tokens}
-        whole |= {"detokenize": False, "extra_args": {"mars_max_loss": 0.02}, **args.sampling}
-        params = [SamplingParams(seed=zlib.crc32(it.encode()), **whole) for it in prompts]
-        given = [{"prompt_token_ids": ids} for ids in prompts.values()]
-        llm.generate(given, params, use_tqdm=False)
-        point = {"k": args.num_speculative_tokens, "drafts": drafts, "temperature": temperature}
-        point |= {"draft_temperature": args.draft_temperature, "max_tokens": args.max_tokens}
-        point |= {"model": Path(args.model or "").name, "sampling": args.sampling}
-        sums = {
-            name: {it: [float(f"{x:.7g}") for x in sums] for it, sums in of.items()}
-            for name, of in judge.sums.items()
+        prices = {rule: price_of(rule, temperature, not args.fixed_drafts) for rule in args.rules}
+        judge.prices = {STRICT: 0.0, **prices}
+        judge.sums = {}
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "max_tokens": args.max_tokens,
+            "detokenize": False,
+            "extra_args": {"mars_max_loss": 0.02},
+            **args.sampling,
         }
-        append_line(args.output, {**point, "sums": sums})
-        print(f"{heat(temperature)}: {len(sums)} prompts", flush=True)
+        params = [SamplingParams(seed=zlib.crc32(name.encode()), **options) for name in prompts]
+        inputs = [{"prompt_token_ids": ids} for ids in prompts.values()]
+        llm.generate(inputs, params, use_tqdm=False)
+        sums = {
+            name: {rule: [float(f"{x:.7g}") for x in sums] for rule, sums in by_rule.items()}
+            for name, by_rule in judge.sums.items()
+        }
+        line = {
+            "k": args.num_speculative_tokens,
+            "drafts": drafts,
+            "temperature": temperature,
+            "draft_temperature": args.draft_temperature,
+            "max_tokens": args.max_tokens,
+            "model": Path(args.model or "").name,
+            "sampling": args.sampling,
+            "sums": sums,
+        }
+        append_line(args.output, line)
+        print(f"{temperature_label(temperature)}: {len(sums)} prompts", flush=True)
 
 
 def price_of(name: str, temperature: float, is_probabilistic: bool) -> float:
-    """The price in nats that a rule's name stands for."""
-    what, value = name.split()
+    kind, value = name.split()
     return (
         float(value)
-        if what == "price"
+        if kind == "price"
         else price_of_bound(float(value), temperature, is_probabilistic)
     )
 
 
 def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """The rows of `COLUMNS`."""
     rows: list[list[Any]] = []
     steps = ["tokens", "steps"]
     for line in sorted(
@@ -261,7 +287,13 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
             drafts += f" drawn at {line['draft_temperature']:g} x"
         model, sampling, k, temperature = setting(line)
         rows.append(
-            [", ".join(filter(None, (model, heat(temperature) + drafts, sampling, f"K {k}")))]
+            [
+                ", ".join(
+                    filter(
+                        None, (model, temperature_label(temperature) + drafts, sampling, f"K {k}")
+                    )
+                )
+            ]
         )
         default = next(
             (
@@ -271,21 +303,22 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
             ),
             None,
         )
-        found = sums(line)
-        for it, own in found.items():
-            each = [of["lost"] / of["tokens"] for of in own.values()]
-            outside = sum(of["outside"] for of in own.values())
+        by_rule = sums(line)
+        for rule, prompts in by_rule.items():
+            losses = [values["lost"] / values["tokens"] for values in prompts.values()]
+            outside = sum(values["outside"] for values in prompts.values())
             rows.append(
                 [
-                    it,
-                    len(own),
-                    cell(estimate(ratio_of_means, own, steps)),
-                    cell(compared(ratio_of_means, own, found[STRICT], steps)),
-                    cell(compared(ratio_of_means, own, default, steps)) if default else None,
-                    cell(estimate(ratio_of_means, own, ["lost", "tokens"])),
-                    *(round(float(np.quantile(each, of)), 5) for of in (0.5, 0.9)),
-                    cell(estimate(ratio_of_means, own, ["drift", "reached"])),
-                    cell(estimate(ratio_of_means, own, ["outside served", "outside"]))
+                    rule,
+                    len(prompts),
+                    cell(estimate(ratio_of_means, prompts, steps)),
+                    cell(compared(ratio_of_means, prompts, by_rule[STRICT], steps)),
+                    cell(compared(ratio_of_means, prompts, default, steps)) if default else None,
+                    cell(estimate(ratio_of_means, prompts, ["lost", "tokens"])),
+                    round(float(np.quantile(losses, 0.5)), 5),
+                    round(float(np.quantile(losses, 0.9)), 5),
+                    cell(estimate(ratio_of_means, prompts, ["drift", "reached"])),
+                    cell(estimate(ratio_of_means, prompts, ["outside served", "outside"]))
                     if outside
                     else None,
                 ]
@@ -294,27 +327,24 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 
 def setting(line: dict[str, Any]) -> tuple[str, str, int, float]:
-    """Model ("" is the packaged one), further sampling parameters, K and temperature."""
+    """Returns model ("" for the packaged one), sampling parameters, K and temperature."""
     sampling = ", ".join(f"{name} {value:g}" for name, value in line.get("sampling", {}).items())
     return line.get("model", ""), sampling, line["k"], line["temperature"]
 
 
 def is_fixed(line: dict[str, Any]) -> bool:
-    """Whether drafts are fixed, which vLLM calls greedy."""
     return bool(line["drafts"] == "greedy")
 
 
 def sums(line: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """What was summed, by rule, prompt and name."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for prompt, of in line["sums"].items():
-        for it, values in of.items():
-            found.setdefault(it, {})[prompt] = dict(zip(SUMS, values, strict=True))
-    return found
+    by_rule: dict[str, dict[str, dict[str, float]]] = {}
+    for prompt, values_by_rule in line["sums"].items():
+        for rule, values in values_by_rule.items():
+            by_rule.setdefault(rule, {})[prompt] = dict(zip(SUMS, values, strict=True))
+    return by_rule
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, or prints a table and writes its figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("output", type=Path, help="JSON lines; of a report, maybe compressed")

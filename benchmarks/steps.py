@@ -1,15 +1,14 @@
-"""Milliseconds of a whole decoding step of an engine, by what it verifies with.
+"""Times whole decoding steps of engines with different verification, in milliseconds.
 
     python -m benchmarks.steps --output steps.json
     python -m benchmarks.steps --output steps.json --models packaged 8b
 
-Each engine has a process: without drafts, with vLLM's `standard` and `block`, with MARS, whose
-requests are lossy, and with MARS that is strict unless a request asks, which none does. All start,
-and then take turns, one alone at a time, in `--rounds` rounds: a batch of requests decodes
-`--steps` steps behind some that are not timed, at each batch size and temperature. `8b` is
-Llama-3.1-8B's shape with an EAGLE-3 head of its shape, both with dummy weights, so that hardly a
-draft is accepted: its steps take what they take, its tokens say nothing. vLLM schedules
-asynchronously where it can, so that the host works while the device does.
+Each engine has a process: without drafts, vLLM's `standard` and `block`, MARS with lossy requests,
+and MARS with strict requests on a server that is strict by default. After all have started, they
+take turns, one at a time, in `--rounds` rounds: a batch of requests decodes some warm-up steps and
+then `--steps` timed ones, at each batch size and temperature. `8b` has the shape of Llama-3.1-8B
+and an EAGLE-3 head, with dummy weights, so that hardly any draft is accepted: only its times have a
+meaning. vLLM schedules asynchronously if it can, so the host works in parallel with the device.
 """
 
 import argparse
@@ -64,49 +63,54 @@ HEAD_8B = {
 
 
 def written(directory: Path, config: dict[str, Any]) -> str:
-    """A model that is its config alone."""
+    """Writes a model directory with only a config."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
 
 
 def start(model: str, engine: str, batch: int, steps: int, folder: Path) -> Any:
-    """An engine that has its graphs."""
+    """Starts an engine and captures its graphs."""
     from vllm import LLM
 
     on_cpu = vllm_device()[0] == "cpu"
-    own: dict[str, Any] = dict(CPU_ENGINE_ARGS) if on_cpu else {"dtype": "bfloat16"}
-    # Compiled by Inductor nothing of this would be other, but the start.
+    engine_args: dict[str, Any] = dict(CPU_ENGINE_ARGS) if on_cpu else {"dtype": "bfloat16"}
+    # Inductor would only make the start slower.
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if not on_cpu:
-        # What is free is compared with the share of one engine among all of them.
-        own |= {"compilation_config": graphs, "gpu_memory_utilization": 0.15}
-        own |= {"kv_cache_memory_bytes": 3 << 30}
-    path, head = str(ensure_model()), str(PACKAGED_HEAD)
+        engine_args |= {
+            "compilation_config": graphs,
+            # vLLM requires this share to be free, while all engines share the GPU.
+            "gpu_memory_utilization": 0.15,
+            "kv_cache_memory_bytes": 3 << 30,
+        }
+    path = str(ensure_model())
+    head = str(PACKAGED_HEAD)
     if model == "8b":
-        path, head = written(folder / "8b", LLAMA_8B), written(folder / "8b-eagle3", HEAD_8B)
-        own |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        path = written(folder / "8b", LLAMA_8B)
+        head = written(folder / "8b-eagle3", HEAD_8B)
+        engine_args |= {"load_format": "dummy", "skip_tokenizer_init": True}
     drafts: dict[str, Any] = {"draft_sample_method": "probabilistic"}
     drafts |= MARS.get(engine, {"rejection_sample_method": engine})
     if engine != NONE:
-        own["speculative_config"] = {
+        engine_args["speculative_config"] = {
             **speculative_config(head, MODELS[model], **drafts),
             "method": "eagle3",
         }
-    most = PROMPT_LEN + (MODELS[model] + 1) * (steps + WARM_UP + 4)
+    max_len = PROMPT_LEN + (MODELS[model] + 1) * (steps + WARM_UP + 4)
     return LLM(
         path,
-        max_model_len=max(256, most),
+        max_model_len=max(256, max_len),
         max_num_seqs=batch,
         enable_prefix_caching=False,
         generation_config="vllm",
         disable_log_stats=True,
-        **own,
+        **engine_args,
     )
 
 
 def step_time(llm: Any, batch: int, temperature: float, steps: int) -> tuple[float, float]:
-    """Milliseconds of a step, and tokens per step of a request."""
+    """Returns milliseconds per step, and tokens per step of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -119,16 +123,17 @@ def step_time(llm: Any, batch: int, temperature: float, steps: int) -> tuple[flo
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    names = [f"{time.monotonic_ns()}-{at}" for at in range(batch)]
-    for at, name in enumerate(names):
-        ids = [(at * 31 + place * 7) % 997 + 3 for place in range(PROMPT_LEN)]
+    names = [f"{time.monotonic_ns()}-{number}" for number in range(batch)]
+    for number, name in enumerate(names):
+        ids = [(number * 31 + position * 7) % 997 + 3 for position in range(PROMPT_LEN)]
         engine.add_request(name, {"prompt_token_ids": ids}, params)
-    begun: set[str] = set()
-    while len(begun) < batch:
-        begun.update(output.request_id for output in engine.step())
+    started: set[str] = set()
+    while len(started) < batch:
+        started.update(output.request_id for output in engine.step())
     for _ in range(WARM_UP):
         engine.step()
-    tokens, begin = 0, time.perf_counter()
+    tokens = 0
+    begin = time.perf_counter()
     for _ in range(steps):
         tokens += sum(len(output.outputs[0].token_ids) for output in engine.step())
     elapsed = time.perf_counter() - begin
@@ -139,8 +144,8 @@ def step_time(llm: Any, batch: int, temperature: float, steps: int) -> tuple[flo
 
 
 def serve(args: argparse.Namespace) -> None:
-    """A process with an engine: a line for each point that is asked for."""
-    # What vLLM prints goes elsewhere.
+    """Runs an engine in a child process, which answers each point with a line of JSON."""
+    # Standard output is for answers; vLLM's goes to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     model, engine = args.serve
@@ -152,11 +157,12 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The medians of all rounds: rows by model, batch and temperature, columns by engine."""
+    """Returns medians over rounds, with a row per point and a column per engine."""
     on_cpu = vllm_device()[0] == "cpu"
-    # A process of its own for the engine core, but on a CPU, where it would take a core.
+    # CPU_ENV keeps the engine core in the process, where a second one would take a core.
     environment = {**os.environ, **(CPU_ENV if on_cpu else {})}
-    begin, options = time.monotonic(), sys.argv[1:]
+    begin = time.monotonic()
+    options = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         children = {}
         for model in args.models:
@@ -169,10 +175,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     text=True,
                     env=environment,
                 )
-                # Engines that look at a GPU's free memory at once count each other's.
+                # Engines that profile a GPU's free memory at once would count each other's.
                 time.sleep(0 if on_cpu else 4)
-        points = [(batch, heat) for batch in args.batch for heat in args.temperatures]
-        found: dict[tuple[str, int, float, str], list[list[float]]] = {}
+        points = [(batch, t) for batch in args.batch for t in args.temperatures]
+        samples: dict[tuple[str, int, float, str], list[list[float]]] = {}
         ready = {}
         for name, child in children.items():
             assert child.stdin is not None and child.stdout is not None, "given PIPE"
@@ -182,11 +188,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             ready[name] = child.stdin, child.stdout
         print(f"{len(ready)} engines after {time.monotonic() - begin:.0f} s", file=sys.stderr)
         for number in range(args.rounds):
-            for (model, engine), (asks, answers) in ready.items():
-                for batch, heat in points:
-                    print(json.dumps([batch, heat]), file=asks, flush=True)
-                    answer = json.loads(answers.readline())
-                    found.setdefault((model, batch, heat, engine), []).append(answer)
+            for (model, engine), (stdin, stdout) in ready.items():
+                for batch, t in points:
+                    print(json.dumps([batch, t]), file=stdin, flush=True)
+                    sample = json.loads(stdout.readline())
+                    samples.setdefault((model, batch, t, engine), []).append(sample)
             print(f"round {number} after {time.monotonic() - begin:.0f} s", file=sys.stderr)
         for child in children.values():
             child.terminate()
@@ -196,18 +202,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     columns += [["tokens per step of MARS", ".2f"]]
     rows = []
     for model in args.models:
-        for batch, heat in points:
-            each = [found.get((model, batch, heat, engine)) for engine in args.engines]
-            times = [of and statistics.median(ms for ms, _ in of) for of in each]
-            mars = found.get((model, batch, heat, METHOD))
+        for batch, t in points:
+            by_engine = [samples.get((model, batch, t, engine)) for engine in args.engines]
+            times = [run and statistics.median(ms for ms, _ in run) for run in by_engine]
+            mars = samples.get((model, batch, t, METHOD))
             tokens = mars and statistics.median(tokens for _, tokens in mars)
-            rows.append([f"{model}, {batch}, {heat:g}", *times, tokens])
-    raw = [[*name, *of] for name, of in found.items()]
+            rows.append([f"{model}, {batch}, {t:g}", *times, tokens])
+    raw = [[*point, *run] for point, run in samples.items()]
     return {"columns": columns, "rows": rows, "raw": raw}
 
 
 def main() -> int:
-    """Measures, and writes the figures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--output", type=Path, required=True)
@@ -224,9 +229,9 @@ def main() -> int:
         serve(args)
         return 0
     require_writable(args.output)
-    found = measure(args)
+    content = measure(args)
     run = {**describe_run(vllm_device()[1]), "raw": "this file"}
-    figures.write(args.output, {**found, "runs": [run]})
+    figures.write(args.output, {**content, "runs": [run]})
     return 0
 
 

@@ -1,20 +1,19 @@
-"""Tokens per step of each rule, at what loss, and whether its text is like the target's own.
+"""Measures each rule's tokens per step and loss, and compares its text with the target's.
 
     python -m benchmarks.text --output text.jsonl --rules strict mars_max_loss=0.02
     python -m benchmarks.text --output block.jsonl --rules block
     python -m benchmarks.text --report text.jsonl block.jsonl --of reading --figures text.json
 
-A rule is `strict`, what a request asks for, or `standard` or `block`, vLLM's own engine without
-MARS. One engine answers by all rules that requests ask for; `mars_theta`, `standard` and `block`
-need a call of their own, and so does each K, with the same prompts and seeds. A block of prompts is
-asked by all rules before the next one. The output has a line for each block by a rule; a call goes
-on behind those that are there. A report is of one file of prompts or of all.
+A rule is `strict`, a request's options, or `standard` or `block` for vLLM without MARS. One engine
+serves all rules that requests can choose; `mars_theta`, `standard`, `block` and each K need a
+separate call with the same prompts and seeds. All rules answer a block of prompts before the next
+one. The output has a line per block and rule, and a call skips the lines that exist. A report is of
+one file of prompts or of all.
 
-Of each answer transformers computes the NLL and the entropy of the target, in a forward pass that
-knows nothing of vLLM, at the request's temperature (greedily at 1): text drawn from the target has
-on average the NLL of its entropy. Nats lost are greedily those of the reports, else the engine's
-counter, of which an accelerator's last second before the end of a call is missing. Asked is the
-first turn of a prompt, in the model's chat template if it has one.
+The target's NLL and entropy of each answer come from a separate forward pass of transformers, at
+the request's temperature (1 if greedy): for samples of the target their means are equal. Nats lost
+are from the reports if greedy, else from the engine's counter, which on an accelerator lacks the
+last second of a call. Requests are first turns of prompts, in the model's chat template if any.
 """
 
 import argparse
@@ -43,8 +42,8 @@ from vllm_mars.servers.vllm_args import CPU_ENGINE_ARGS, CPU_ENV, MAX_MODEL_LEN
 if TYPE_CHECKING:
     from vllm import LLM
 
-# By what rules need. Under such a bound a request is as on a server with its own bound, or with its
-# own price and no bound; so is one by theta, from this one on. The last two are vLLM's own.
+# Server options by rule. A request's bound, price or theta works as a server's option, since the
+# server's bound is the largest and its theta below all that requests use.
 SERVERS: dict[str, dict[str, Any]] = {
     METHOD: {"rejection_sample_method": METHOD, "mars_max_loss": MOST_MAX_LOSS},
     "theta": {"rejection_sample_method": METHOD, "mars_theta": 0.01},
@@ -52,14 +51,14 @@ SERVERS: dict[str, dict[str, Any]] = {
     "block": {"rejection_sample_method": "block"},
 }
 RULES = [STRICT, *(f"mars_max_loss={bound}" for bound in (0.005, 0.02, 0.05))]
-# The forward pass needs memory beside vLLM.
+# The rest of the memory is for the forward pass.
 GPU_ENGINE_ARGS: dict[str, Any] = {"gpu_memory_utilization": 0.6, "dtype": "bfloat16"}
-# GiB for 32 answers to their end; and the engine in this process, which reads its counts.
+# GiB for 32 complete answers; the engine is in this process, so that its counters can be read.
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Tokens whose logits transformers computes at once, unless one answer has more.
+# Tokens per forward pass, unless one answer has more.
 SCORED = {"cpu": 1024, "cuda": 16384}
-# What is kept of each answer.
-KEPT = (
+# Values recorded of each answer.
+RECORDED = (
     "tokens",
     "steps",
     "ended",
@@ -79,54 +78,57 @@ def score(
     most: int,
     further: Callable[[int, Any], Any] | None = None,
 ) -> list[list[float]]:
-    """What the target, a model of transformers, says of answers: sums of NLL and entropy, in nats.
+    """Returns the sums of the target's NLL and entropy, in nats, for each answer.
 
     Args:
-        model: causal, so what pads a text to the length of others changes nothing of it.
-        texts: prompts with their answers.
-        temperature: of the requests.
-        most: tokens at once.
-        further: of a text and its log-probabilities, float32 `[tokens, vocab]`, further numbers.
+        model: causal model of transformers, so that padding has no effect.
+        texts: token ids of prompts and answers.
+        most: tokens per forward pass.
+        further: maps the index and the log-probabilities, float32 `[tokens, vocab]`, of an answer
+            to further values.
     """
     import torch
 
-    found: dict[int, Any] = {}
-    left = sorted(range(len(texts)), key=lambda at: sum(map(len, texts[at])))
+    sums: dict[int, Any] = {}
+    lengths = [len(prompt) + len(answer) for prompt, answer in texts]
+    left = sorted(range(len(texts)), key=lambda index: lengths[index])
     while left:
-        width = sum(map(len, texts[left[-1]]))
+        # The longest first.
+        width = lengths[left[-1]]
         count = max(1, most // width)
         left, batch = left[:-count], left[-count:]
-        padded = [(it := texts[at][0] + texts[at][1]) + [0] * (width - len(it)) for at in batch]
+        padded = [[*texts[i][0], *texts[i][1], *[0] * (width - lengths[i])] for i in batch]
         tokens = torch.tensor(padded, device=model.device)
         with torch.inference_mode():
             logits = model(tokens).logits
-            for at, own, rows in zip(batch, tokens, logits, strict=True):
-                begin, end = len(texts[at][0]), sum(map(len, texts[at]))
+            for index, token_ids, rows in zip(batch, tokens, logits, strict=True):
+                begin, end = len(texts[index][0]), lengths[index]
                 log_p = (rows[begin - 1 : end - 1].float() / (temperature or 1)).log_softmax(-1)
-                nll = -log_p.gather(1, own[begin:end, None]).sum()
-                found[at] = torch.stack([nll, -(log_p.exp() * log_p).sum()])
+                nll = -log_p.gather(1, token_ids[begin:end, None]).sum()
+                sums[index] = torch.stack([nll, -(log_p.exp() * log_p).sum()])
                 if further is not None:
-                    found[at] = torch.cat([found[at], further(at, log_p)])
-    # Read once, since each waits for the device.
-    return torch.stack([found[at] for at in range(len(texts))]).tolist()
+                    sums[index] = torch.cat([sums[index], further(index, log_p)])
+    # One copy to the host, because each synchronizes.
+    return torch.stack([sums[index] for index in range(len(texts))]).tolist()
 
 
 def told(answer: Any) -> dict[str, float]:
-    """What vLLM's `CompletionOutput` and the report in it say of an answer."""
-    tokens, metrics = list(answer.token_ids), answer.spec_decode_metrics
-    grams = [tuple(tokens[at : at + 4]) for at in range(len(tokens) - 3)]
+    """Returns an answer's values from vLLM's `CompletionOutput` and the report in it."""
+    tokens = list(answer.token_ids)
+    metrics = answer.spec_decode_metrics
+    grams = [tuple(tokens[begin : begin + 4]) for begin in range(len(tokens) - 3)]
     accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
-    # vLLM's own engines have none.
+    # Engines without MARS have no report.
     report: dict[str, Any] = getattr(metrics, "mars", None) or {}
     ratios: list[float] = report.get("log_ratios") or report.get("loss_nats") or []
     return {
         "tokens": len(tokens),
-        # After the prompt's, which gives the first token. vLLM counts no step without a draft, as
-        # ngram has them, and what was accepted behind the answer's end.
+        # Without the prefill, which emits the first token. vLLM does not count steps without a
+        # draft (ngram), but counts accepted tokens after the end.
         "steps": max(sum(metrics.histogram), len(tokens) - 1 - accepted),
         "ended": int(answer.finish_reason == "stop"),
-        # Of p / m, whose mean is 1 at each position if the reports are exact.
-        "weights": len(tokens) + sum(math.expm1(-it) for it in ratios),
+        # p / m, whose mean is 1 at each position if the reports are exact.
+        "weights": len(tokens) + sum(math.expm1(-ratio) for ratio in ratios),
         "nats": sum(ratios),
         "drift": report.get("drift_nats", sum(ratios)),
         "repeated": len(grams) - len(set(grams)),
@@ -134,17 +136,16 @@ def told(answer: Any) -> dict[str, float]:
 
 
 def lost_nats(llm: "LLM") -> float:
-    """What an engine's answers have lost so far."""
     from prometheus_client import REGISTRY
 
-    # vLLM's own reader rounds.
-    families = [it for it in REGISTRY.collect() if it.name == "vllm:mars_lost_nats"]
+    # vLLM's reader of metrics would round.
+    families = [family for family in REGISTRY.collect() if family.name == "vllm:mars_lost_nats"]
     samples = [sample for family in families for sample in family.samples]
-    return sum(it.value for it in samples if it.name.endswith("_total"))
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """A prompt as the model expects it: a chat, or a text behind the token that begins one."""
+    """Returns a prompt's tokens, in the chat template or else after the BOS token."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": text}]
@@ -154,7 +155,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def proposed_tokens(draft: Path) -> set[int] | None:
-    """The tokens that a head can propose, if it has a vocabulary of its own; else None."""
+    """Returns a head's draft vocabulary, or None if it is the target's."""
     from safetensors import safe_open
 
     if (path := draft / WEIGHTS).is_file():
@@ -166,17 +167,17 @@ def proposed_tokens(draft: Path) -> set[int] | None:
 
 
 def prompts_of(file: Path, tokenizer: Any) -> dict[str, list[int]]:
-    """The tokens of each prompt of a file, by a name that no other file's has."""
+    """Returns the token ids of a file's prompts by names that are unique over files."""
     return {
-        f"{file.stem}/{it.category}/{it.id}": token_ids(tokenizer, it.turns[0])
-        for it in load_prompts(file)
+        f"{file.stem}/{prompt.category}/{prompt.id}": token_ids(tokenizer, prompt.turns[0])
+        for prompt in load_prompts(file)
     }
 
 
 def open_engine(
     path: str, draft: str, k: int, batch: int, server: dict[str, Any], **engine_args: Any
 ) -> "LLM":
-    """An engine in this process, so that its counts can be read."""
+    """Starts an engine in this process, so that its counters can be read."""
     on_cpu = vllm_device()[0] == "cpu"
     for name, value in ({**CPU_ENV, **ENV} if on_cpu else ENV).items():
         os.environ.setdefault(name, value)
@@ -193,31 +194,37 @@ def open_engine(
 
 
 def key(call: dict[str, Any]) -> str:
-    """What a call asks."""
     return json.dumps([call[name] for name in (*POINT, "name", "seeds", "prompts")])
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Asks what the output does not have yet, until the time is over."""
+    """Measures the calls that the output lacks, until the time is over."""
     device, gpu = vllm_device()
     on_cpu = device == "cpu"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    begin, path = time.monotonic(), args.model or str(ensure_model())
+    begin = time.monotonic()
+    path = args.model or str(ensure_model())
     tokenizer = AutoTokenizer.from_pretrained(path)
     named: dict[str, list[int]] = {}
     blocks = []
     for file in args.prompts:
-        given = prompts_of(file, tokenizer)
-        fitting = [it for it, ids in given.items() if len(ids) + args.max_tokens <= MAX_MODEL_LEN]
-        names = fitting[: args.num_prompts]
-        blocks += [names[at : at + args.block] for at in range(0, len(names), args.block)]
-        named |= given
+        prompts = prompts_of(file, tokenizer)
+        max_len = MAX_MODEL_LEN - args.max_tokens
+        names = [name for name, ids in prompts.items() if len(ids) <= max_len][: args.num_prompts]
+        blocks += [names[first : first + args.block] for first in range(0, len(names), args.block)]
+        named |= prompts
     drafts = "greedy" if args.fixed_drafts else "probabilistic"
     server = {**SERVERS[args.server], "draft_sample_method": drafts}
-    own_args = {"per_request_spec_decode_metrics": "summary", **args.engine_args}
     k = args.num_speculative_tokens
-    llm = open_engine(path, args.draft, k, args.batch, server, **own_args)
+    llm = open_engine(
+        path,
+        draft=args.draft,
+        k=k,
+        batch=args.batch,
+        server=server,
+        **{"per_request_spec_decode_metrics": "summary", **args.engine_args},
+    )
     import torch
     from vllm import SamplingParams
 
@@ -227,64 +234,77 @@ def measure(args: argparse.Namespace) -> None:
     of_tokens = kinds.Kinds(tokenizer, model.config.vocab_size, device, proposed)
     with_mars = server["rejection_sample_method"] == METHOD
 
-    def ask(call: dict[str, Any], own: dict[str, float]) -> dict[str, Any]:
-        """The call with its answers."""
+    def answer(call: dict[str, Any], request: dict[str, float]) -> dict[str, Any]:
+        """Returns the call with its answers; `request` has the rule's options."""
         temperature = call["temperature"]
-        each = list(itertools.product(call["prompts"], call["seeds"]))
-        # The loss is about the whole softmax.
-        whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False}
-        whole |= {"temperature": temperature, "max_tokens": args.max_tokens}
+        samples = list(itertools.product(call["prompts"], call["seeds"]))
+        options: dict[str, Any] = {
+            # The loss is defined on the whole softmax.
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "detokenize": False,
+            "temperature": temperature,
+            "max_tokens": args.max_tokens,
+        }
         if with_mars:
-            whole["extra_args"] = {"mars_return": True, **own}
-        # Else all prompts would share their random numbers, and could not be the sample.
-        seeds = [zlib.crc32(f"{name} {seed}".encode()) for name, seed in each]
-        params = [SamplingParams(seed=seed, **whole) for seed in seeds]
-        prompts = [{"prompt_token_ids": named[name]} for name, _ in each]
+            options["extra_args"] = {"mars_return": True, **request}
+        # The bootstrap over prompts needs independent random numbers.
+        seeds = [zlib.crc32(f"{name} {seed}".encode()) for name, seed in samples]
+        params = [SamplingParams(seed=seed, **options) for seed in seeds]
+        inputs = [{"prompt_token_ids": named[name]} for name, _ in samples]
         before = lost_nats(llm) if with_mars else 0.0
-        answers = [it.outputs[0] for it in llm.generate(prompts, params, use_tqdm=False)]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
         lost = lost_nats(llm) - before if with_mars else 0.0
         texts = [
-            (named[name], list(it.token_ids)) for (name, _), it in zip(each, answers, strict=True)
+            (named[name], list(completion.token_ids))
+            for (name, _), completion in zip(samples, answers, strict=True)
         ]
-        reports = [kinds.told_of_tokens(it) for it in answers]
+        reports = [kinds.told_of_tokens(completion) for completion in answers]
 
-        def of_kinds(at: int, log_p: torch.Tensor) -> torch.Tensor:
-            return of_tokens.sums(texts[at][1], reports[at], log_p, temperature != 0)
+        def of_kinds(index: int, log_p: torch.Tensor) -> torch.Tensor:
+            return of_tokens.sums(texts[index][1], reports[index], log_p, temperature != 0)
 
         scored = score(model, texts, temperature, SCORED["cpu" if on_cpu else "cuda"], of_kinds)
         names = ("nll", "entropy", *kinds.COLUMNS)
-        found = [
-            {**told(it), **dict(zip(names, numbers, strict=True))}
-            for it, numbers in zip(answers, scored, strict=True)
+        values = [
+            {**told(completion), **dict(zip(names, numbers, strict=True))}
+            for completion, numbers in zip(answers, scored, strict=True)
         ]
-        columns = {name: [short(it[name]) for it in found] for name in KEPT}
+        columns = {name: [short(row[name]) for row in values] for name in RECORDED}
         return {**call, "lost": short(lost), "answers": columns}
 
     done = {key(line) for line in read(args.output) if "run" not in line}
-    point = (Path(path).name, Path(args.draft).name, args.max_tokens, k)
+    model_name, draft_name = Path(path).name, Path(args.draft).name
     append_line(args.output, {"run": describe_run(gpu)})
-    for at, names in enumerate(blocks, start=1):
+    for number, names in enumerate(blocks, start=1):
         if time.monotonic() - begin > 60 * args.minutes:
             break
-        for temperature, (name, own) in itertools.product(args.temperatures, args.rules):
-            # Greedily a seed changes nothing.
-            seeds = list(range(args.answers if temperature else 1))
-            call = {**dict(zip(POINT, (*point, temperature), strict=True)), "name": name}
-            call |= {"seeds": seeds, "prompts": names}
+        for temperature, (name, request) in itertools.product(args.temperatures, args.rules):
+            call = {
+                "model": model_name,
+                "draft": draft_name,
+                "max_tokens": args.max_tokens,
+                "k": k,
+                "temperature": temperature,
+                "name": name,
+                # A seed has no effect on greedy answers.
+                "seeds": list(range(args.answers if temperature else 1)),
+                "prompts": names,
+            }
             if key(call) not in done:
-                append_line(args.output, ask(call, own))
+                append_line(args.output, answer(call, request))
         seconds = time.monotonic() - begin
-        print(f"{at} of {len(blocks)} blocks of prompts after {seconds:.0f} s", flush=True)
+        print(f"{number} of {len(blocks)} blocks of prompts after {seconds:.0f} s", flush=True)
 
 
 def short(value: float) -> float:
-    """A number as it is kept."""
     rounded = round(value, 4)
     return int(rounded) if rounded == int(rounded) else rounded
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, or prints a table and writes its figures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--output", type=Path, help="JSON lines; goes on where it was")
@@ -316,7 +336,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.output is None:
         parser.error("--output or --report is needed.")
     rules = {rule: asked(rule) for rule in args.rules}
-    servers = {server_of(rule, own) for rule, own in rules.items() if rule != STRICT} or {METHOD}
+    servers = {server_of(rule, request) for rule, request in rules.items() if rule != STRICT}
+    servers = servers or {METHOD}
     (args.server, *others) = servers
     args.fixed_drafts |= not Path(args.draft).is_dir()
     if (
@@ -329,23 +350,22 @@ def main(arguments: list[str] | None = None) -> int:
             "mars_theta also --fixed-drafts."
         )
     drafts = ", fixed drafts" if args.fixed_drafts and Path(args.draft).is_dir() else ""
-    args.rules = [(rule.replace("=", " ") + drafts, own) for rule, own in rules.items()]
+    args.rules = [(rule.replace("=", " ") + drafts, request) for rule, request in rules.items()]
     require_writable(args.output)
     measure(args)
     return 0
 
 
 def asked(rule: str) -> dict[str, float]:
-    """What requests by a rule ask for."""
     if rule == STRICT:
         return {"mars_max_loss": 0.0}
-    pairs = (it.split("=") for it in rule.split(",")) if "=" in rule else ()
+    pairs = (option.split("=") for option in rule.split(",")) if "=" in rule else ()
     return {name: float(value) for name, value in pairs}
 
 
-def server_of(rule: str, own: dict[str, float]) -> str:
-    """Which of `SERVERS` a rule needs."""
-    return rule if rule in SERVERS else "theta" if "mars_theta" in own else METHOD
+def server_of(rule: str, request: dict[str, float]) -> str:
+    """Returns the key of `SERVERS` that a rule needs."""
+    return rule if rule in SERVERS else "theta" if "mars_theta" in request else METHOD
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of what `benchmarks.text` has measured."""
+"""Tables of the results of `benchmarks.text`."""
 
 import argparse
 import gzip
@@ -11,14 +11,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks import figures, kinds
-from vllm_mars.lab.rows import Interval, Samples, compared, estimate, heat, means_of, ratio_of_means
+from vllm_mars.lab.rows import (
+    Interval,
+    Samples,
+    compared,
+    estimate,
+    means_of,
+    ratio_of_means,
+    temperature_label,
+)
 
 Calls = Sequence[dict[str, Any]]
 
 STRICT = "strict"
-# What the calls of one table have in common.
+# Keys that the calls of one table share.
 POINT = ("model", "draft", "max_tokens", "k", "temperature")
-# With the formats of their numbers, and the tables that show them.
+# Titles, formats and views.
 COLUMNS: list[list[str | None]] = [
     ["rule", "", "gain text ends likely"],
     ["prompts", "d", "gain"],
@@ -39,7 +47,7 @@ COLUMNS: list[list[str | None]] = [
     ["repeated 4-grams less strict's", "+.3f", "text"],
 ]
 
-# Of kinds of tokens, which `kinds` explains.
+# Columns of the table of kinds of tokens (see `kinds`).
 OF_TOKENS: list[list[str | None]] = [
     ["kind of token", ""],
     ["came", "d"],
@@ -50,7 +58,7 @@ OF_TOKENS: list[list[str | None]] = [
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of an output; a last one that was not written to its end is left out."""
+    """Reads the lines of an output without an incomplete last one."""
     if not path.exists():
         return []
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -58,20 +66,24 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def samples(calls: Calls, *, ended: bool = False) -> Samples:
-    """The means of each prompt's answers, or of those that ended by themselves."""
-    found: dict[str, list[dict[str, float]]] = {}
+    """Returns the means of each prompt's answers, or only of those that ended."""
+    by_prompt: dict[str, list[dict[str, float]]] = {}
     for prompt, answer in answers_of(calls):
         if ended and not answer["ended"]:
             continue
-        known = {**answer, "one": 1.0, "further": answer["tokens"] - 1.0}
-        known |= {"points": 100 * answer["ended"], "grams": max(answer["tokens"] - 3, 0)}
-        known["excess"] = answer["nll"] - answer["entropy"]
-        found.setdefault(prompt, []).append(known)
-    return {prompt: means_of(of) for prompt, of in found.items()}
+        values = {
+            **answer,
+            "one": 1.0,
+            "further": answer["tokens"] - 1.0,
+            "points": 100 * answer["ended"],
+            "grams": max(answer["tokens"] - 3, 0),
+            "excess": answer["nll"] - answer["entropy"],
+        }
+        by_prompt.setdefault(prompt, []).append(values)
+    return {prompt: means_of(answers) for prompt, answers in by_prompt.items()}
 
 
 def answers_of(calls: Calls) -> Iterable[tuple[str, dict[str, float]]]:
-    """The answers of all calls, each with its prompt."""
     for call in calls:
         each = itertools.product(call["prompts"], call["seeds"])
         columns = call["answers"]
@@ -79,148 +91,149 @@ def answers_of(calls: Calls) -> Iterable[tuple[str, dict[str, float]]]:
             yield prompt, dict(zip(columns, values, strict=True))
 
 
-def cell(found: Interval | None) -> list[float] | float | None:
-    """An interval as a file of figures has it."""
-    if found is None:
+def cell(interval: Interval | None) -> list[float] | float | None:
+    """Rounds an interval for a file of figures."""
+    if interval is None:
         return None
-    ends = [round(end, 5) for end in found if np.isfinite(end)]
-    # One prompt has no interval, nor has what is the same of all.
-    return ends if len(ends) == len(found) and len(set(ends)) > 1 else ends[0]
+    ends = [round(end, 5) for end in interval if np.isfinite(end)]
+    # Only the value, if there is one prompt or if all have the same value.
+    return ends if len(ends) == len(interval) and len(set(ends)) > 1 else ends[0]
 
 
 def row(calls: Calls, base: Calls) -> list[Any]:
-    """The numbers of a rule, beside those of strict verification of the same prompts."""
-    own, strict = samples(calls), samples(base)
+    """Returns a rule's cells, compared with strict answers to the same prompts."""
+    answers, strict = samples(calls), samples(base)
+    ended, strict_ended = samples(calls, ended=True), samples(base, ended=True)
     count = sum(len(call["answers"]["tokens"]) for call in calls)
     tokens = sum(sum(call["answers"]["tokens"]) for call in calls)
-    mean = {
-        name: float(np.mean([it[name] for it in own.values()])) for name in ("tokens", "points")
-    }
+    mean_tokens, mean_points = (
+        float(np.mean([values[name] for values in answers.values()]))
+        for name in ("tokens", "points")
+    )
     steps, repeated = ["further", "steps"], ["repeated", "grams"]
     sampled = calls[0]["temperature"] != 0
     lost = round(sum(call["lost"] for call in calls) / tokens, 5)
     return [
-        len(own),
+        len(answers),
         count,
-        cell(estimate(ratio_of_means, own, steps)),
-        cell(compared(ratio_of_means, own, strict, steps)),
-        # Loops and answers that are cut off are the easiest to draft.
-        cell(
-            compared(ratio_of_means, samples(calls, ended=True), samples(base, ended=True), steps)
-        ),
-        lost if sampled else cell(estimate(ratio_of_means, own, ["drift", "tokens"])),
-        # Greedily the target says one thing alone.
-        cell(estimate(ratio_of_means, own, ["weights", "tokens"])) if sampled else None,
-        cell(estimate(ratio_of_means, own, ["drift", "tokens"])),
-        cell(estimate(ratio_of_means, own, ["excess", "tokens"])) if sampled else None,
-        cell(compared(ratio_of_means, own, strict, ["nll", "tokens"], np.subtract)),
-        round(mean["tokens"], 1),
-        cell(compared(ratio_of_means, own, strict, ["tokens", "one"])),
-        round(mean["points"], 2),
-        cell(compared(ratio_of_means, own, strict, ["points", "one"], np.subtract)),
-        cell(estimate(ratio_of_means, own, repeated)),
-        cell(compared(ratio_of_means, own, strict, repeated, np.subtract)),
+        cell(estimate(ratio_of_means, answers, steps)),
+        cell(compared(ratio_of_means, answers, strict, steps)),
+        # Loops and cut-off answers are the easiest to draft.
+        cell(compared(ratio_of_means, ended, strict_ended, steps)),
+        lost if sampled else cell(estimate(ratio_of_means, answers, ["drift", "tokens"])),
+        # Weights and entropy have no meaning for greedy requests.
+        cell(estimate(ratio_of_means, answers, ["weights", "tokens"])) if sampled else None,
+        cell(estimate(ratio_of_means, answers, ["drift", "tokens"])),
+        cell(estimate(ratio_of_means, answers, ["excess", "tokens"])) if sampled else None,
+        cell(compared(ratio_of_means, answers, strict, ["nll", "tokens"], np.subtract)),
+        round(mean_tokens, 1),
+        cell(compared(ratio_of_means, answers, strict, ["tokens", "one"])),
+        round(mean_points, 2),
+        cell(compared(ratio_of_means, answers, strict, ["points", "one"], np.subtract)),
+        cell(estimate(ratio_of_means, answers, repeated)),
+        cell(compared(ratio_of_means, answers, strict, repeated, np.subtract)),
     ]
 
 
 def points(calls: Calls) -> dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]]:
-    """The calls by what they have in common, and by rule, with a place for strict verification."""
-    found: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
+    """Groups calls by `POINT` and rule."""
+    groups: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
     for call in calls:
-        by_rule = found.setdefault(tuple(call[name] for name in POINT), {})
+        by_rule = groups.setdefault(tuple(call[name] for name in POINT), {})
         by_rule.setdefault(call["name"], []).append(call)
-    return dict(sorted(found.items()))
+    return dict(sorted(groups.items()))
 
 
 def report(calls: Calls) -> list[list[Any]]:
-    """The rows of all rules; before those of a point stands what it has not in common with all."""
+    """Returns the rows of all rules, below headings with the parameters that differ."""
     rows: list[list[Any]] = []
-    found = points(calls)
-    for point, by_rule in found.items():
-        model, draft, most, k, temperature = point
-        parts = model, draft, f"{most} tokens", f"K {k}", heat(temperature)
-        differs = [len(set(of)) > 1 for of in zip(*found, strict=True)]
+    groups = points(calls)
+    differs = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
+    for point, by_rule in groups.items():
+        model, draft, max_tokens, k, temperature = point
+        parts = model, draft, f"{max_tokens} tokens", f"K {k}", temperature_label(temperature)
         title = ", ".join(itertools.compress(parts, differs))
         rows += [[title]] if title else []
-        for name, own in by_rule.items():
+        for name, rule_calls in by_rule.items():
             base = by_rule.get(STRICT, []) if name != STRICT else []
-            rows.append([name, *row(own, base)])
+            rows.append([name, *row(rule_calls, base)])
     return rows
 
 
 def report_by_kind(calls: Calls, rule: str) -> tuple[list[list[str | None]], list[list[Any]]]:
-    """A rule's tokens per step over strict ones by kind of prompts: columns and rows."""
-    kinds: dict[str, list[Any]] = {}
-    found = points(calls)
-    for at, by_rule in enumerate(found.values()):
-        own, strict = (samples(by_rule.get(name, [])) for name in (rule, STRICT))
-        for kind in dict.fromkeys(prompt.split("/")[1] for prompt in own):
-            of = {prompt: it for prompt, it in own.items() if prompt.split("/")[1] == kind}
-            cells = kinds.setdefault(kind, [[0] * len(found), *[None] * len(found)])
-            cells[0][at] = len(set(of) & set(strict))
-            cells[at + 1] = cell(compared(ratio_of_means, of, strict, ["further", "steps"]))
-    equal = all(len(set(counts)) == 1 for counts, *_ in kinds.values())
+    """Returns columns and rows of a rule's gain by kind of prompts."""
+    by_kind: dict[str, list[Any]] = {}
+    groups = points(calls)
+    for index, by_rule in enumerate(groups.values()):
+        answers, strict = (samples(by_rule.get(name, [])) for name in (rule, STRICT))
+        for kind in dict.fromkeys(prompt.split("/")[1] for prompt in answers):
+            of_kind = {name: it for name, it in answers.items() if name.split("/")[1] == kind}
+            cells = by_kind.setdefault(kind, [[0] * len(groups), *[None] * len(groups)])
+            cells[0][index] = len(set(of_kind) & set(strict))
+            gain = compared(ratio_of_means, of_kind, strict, ["further", "steps"])
+            cells[index + 1] = cell(gain)
+    equal = all(len(set(counts)) == 1 for counts, *_ in by_kind.values())
     columns: list[list[str | None]] = [["kind", ""]]
     columns += [["prompts", "d"] if equal else ["prompts, by column", ""]]
-    for *_, k, temperature in found:
-        title = heat(temperature)
+    for *_, k, temperature in groups:
+        title = temperature_label(temperature)
         columns.append([f"K {k}, {title}", ".2f"])
     return columns, [
         [kind, counts[0] if equal else ", ".join(map(str, counts)), *cells]
-        for kind, (counts, *cells) in kinds.items()
+        for kind, (counts, *cells) in by_kind.items()
     ]
 
 
 def report_of_tokens(calls: Calls, rule: str) -> list[list[Any]]:
-    """Of each kind of tokens how often it came, over the target's own: the rows of `OF_TOKENS`."""
+    """Returns the rows of `OF_TOKENS`: frequencies of kinds relative to the target's."""
     rows: list[list[Any]] = []
-    own_calls = [call for call in calls if call["name"] == rule]
-    for (*_, k, temperature), by_rule in points(own_calls).items():
-        for name, own in by_rule.items():
-            found = samples(own)
-            rows.append([f"{name}, K {k}, {heat(temperature)}"])
+    calls = [call for call in calls if call["name"] == rule]
+    for (*_, k, temperature), by_rule in points(calls).items():
+        for name, rule_calls in by_rule.items():
+            answers = samples(rule_calls)
+            rows.append([f"{name}, K {k}, {temperature_label(temperature)}"])
             for kind in kinds.KINDS:
                 served, by_reports, by_target = (f"{kind}, {which}" for which in kinds.SUMS)
-                # A kind that was not looked at yet.
-                if served not in own[0]["answers"]:
+                # Outputs of earlier versions lack some kinds.
+                if served not in rule_calls[0]["answers"]:
                     continue
-                each = (it for _, it in answers_of(own))
-                come, weighed, expected, tokens = np.sum(
-                    [(it[served], it[by_reports], it[by_target], it["tokens"]) for it in each], 0
+                names = (served, by_reports, by_target, "tokens")
+                values = [[answer[name] for name in names] for _, answer in answers_of(rule_calls)]
+                count, weighted, expected, tokens = np.sum(values, 0)
+                # Weights have no meaning for greedy requests.
+                by_report = estimate(ratio_of_means, answers, [served, by_reports])
+                by_forward = estimate(ratio_of_means, answers, [served, by_target])
+                rows.append(
+                    [
+                        kind,
+                        round(count),
+                        round(100 * expected / tokens, 3),
+                        cell(by_report) if temperature and weighted else None,
+                        cell(by_forward) if expected else None,
+                    ]
                 )
-                # Greedily there is nothing by reports.
-                by_report = estimate(ratio_of_means, found, [served, by_reports])
-                by_forward = estimate(ratio_of_means, found, [served, by_target])
-                ratios = (
-                    cell(by_report) if temperature and weighed else None,
-                    cell(by_forward) if expected else None,
-                )
-                rows.append([kind, round(come), round(100 * expected / tokens, 3), *ratios])
     return rows
 
 
 def read_all(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The calls of outputs, and the runs that gave them."""
     calls, runs = [], []
     for path in paths:
         lines = read(path)
-        runs += [{**it["run"], "raw": f"text/{path.name}"} for it in lines if "run" in it]
-        calls += [it for it in lines if "run" not in it]
+        runs += [{**line["run"], "raw": f"text/{path.name}"} for line in lines if "run" in line]
+        calls += [line for line in lines if "run" not in line]
     return calls, runs
 
 
 def show(columns: Any, rows: Any, runs: Any, path: Path | None) -> None:
-    """Prints a table, and writes its file."""
     print("\n".join(figures.table_of(columns, rows)))
     if path:
         figures.write(path, {"columns": columns, "rows": rows, "runs": runs})
 
 
 def tell(args: argparse.Namespace) -> None:
-    """Prints the table of outputs, and writes its file."""
     calls, runs = read_all(args.report)
     if args.of:
-        calls = [it for it in calls if it["prompts"][0].split("/")[0] == args.of]
+        calls = [call for call in calls if call["prompts"][0].split("/")[0] == args.of]
     columns, rows = COLUMNS, report(calls)
     if args.by_kind:
         columns, rows = report_by_kind(calls, args.by_kind)

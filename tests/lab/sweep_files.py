@@ -3,7 +3,7 @@
 import dataclasses
 
 from vllm_mars.lab.plan import Cell
-from vllm_mars.lab.records import Answer, Head, Measured, Piece, Record, append
+from vllm_mars.lab.records import Answer, Measured, Piece, Record, RunHeader, append
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 STANDARD = Cell("standard", NGRAM, 0.0, 1)
@@ -71,7 +71,7 @@ def failed(cell, reason):
 
 def write_sweep(path, records, baseline="standard"):
     """Writes a file and returns its path."""
-    append(path, Head(SETTINGS, baseline, RUN))
+    append(path, RunHeader(SETTINGS, baseline, RUN))
     for record in records:
         append(path, record)
     return path

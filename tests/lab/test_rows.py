@@ -8,7 +8,7 @@ import pytest
 from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
 from vllm_mars.lab.measure import pieces
 from vllm_mars.lab.records import Piece, read_sweep
-from vllm_mars.lab.rows import COLUMNS, Interval, rich_table, rows, shown, tables, turned
+from vllm_mars.lab.rows import COLUMNS, Interval, rich_table, rows, shown, tables, transposed
 
 BLOCKS = range(3)
 
@@ -143,7 +143,7 @@ def test_tables_of_nothing_and_of_failed_rows_alone(tmp_path, reasons, shown):
     found = tables(rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records))), "price 0.5")
     assert [[*map(list, table.rows)] for table in found] == ([shown] if shown else [])
     for table in found:
-        assert table.names == ["rule", "failed"] and rich_table(turned(table)).row_count == 1
+        assert table.names == ["rule", "failed"] and rich_table(transposed(table)).row_count == 1
 
 
 def test_some_turns_failed(tmp_path):

@@ -155,7 +155,7 @@ def test_a_turn_that_fails_says_why():
 
     def asked(address, timeout):
         url, requests = f"http://{address}", [("a", {}), ("b", {})]
-        client.ask(url, "m", requests, max_tokens=1, concurrency=2, **timeout)
+        client.send_requests(url, "m", requests, max_tokens=1, concurrency=2, **timeout)
 
     with answering(Server) as address:
         with pytest.raises(RuntimeError, match=r"2 of 2 requests failed: Bad Request: .*model-len"):

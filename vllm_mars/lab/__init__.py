@@ -1,1 +1,1 @@
-"""The laboratory: measures servers from outside, into one file, and shows what the file holds."""
+"""Benchmarks of running servers: sweeps, their result files and their tables."""

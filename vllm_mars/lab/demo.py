@@ -1,4 +1,4 @@
-"""`vllm-mars demo`: strict verification beside MARS, greedy and sampled, as a small sweep."""
+"""`vllm-mars demo`: a small sweep that compares strict verification with MARS."""
 
 import json
 import os
@@ -16,23 +16,27 @@ from vllm_mars.servers.provenance import vllm_device
 NEEDED = sweep_command.NEEDED
 OUTPUT, SHORT_OUTPUT = Path("build/demo.jsonl"), Path("build/demo-short.jsonl")
 MARS = "MARS"
-# Draft tokens a step, by temperature: with which strict verification was fastest, and with which
-# MARS, for which one server answers both, when the price followed the bound
-# (benchmarks/results/lengths.jsonl at commit 0adc87d).
+# The fastest K of each rule by temperature; MARS has one K, since one server answers both. Measured
+# when the price followed the bound (benchmarks/results/lengths.jsonl at commit 0adc87d).
 LENGTHS = {0.0: {STRICT: 3, MARS: 3}, 0.7: {STRICT: 4, MARS: 3}}
-# The packaged prompts whose answers people read, which is what MARS is for.
+# The packaged prompts whose answers people read: MARS is meant for these.
 CATEGORIES = (
-    *("rewriting", "summary", "list", "story", "explanation", "comparison", "writing"),
+    "rewriting",
+    "summary",
+    "list",
+    "story",
+    "explanation",
+    "comparison",
+    "writing",
     "instructions",
 )
 PROMPTS, MAX_TOKENS, BLOCK = 12, 40, 6
 SHORT_PROMPTS, SHORT_MAX_TOKENS = 8, 24
-# Processes that want to run, on average over the last minute; before a demo it is other work.
+# A load average above this, before the demo starts, is other work.
 BUSY = 0.7
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "demo",
         help="compare strict verification and MARS on real vLLM servers",
@@ -53,8 +57,8 @@ def add_parser(commands: Any) -> None:
     sweep_command.add_shared(add)
 
 
-def run(short: bool, anew: bool, output: Path | None = None, **given: Any) -> int:
-    """Runs the demo: measures what its file lacks, and prints the comparison."""
+def run(short: bool, anew: bool, output: Path | None = None, **options: Any) -> int:
+    """Runs the demo: measures the missing turns and prints the comparison."""
     from rich.console import Console
 
     from vllm_mars.lab.demo_report import print_report
@@ -62,8 +66,8 @@ def run(short: bool, anew: bool, output: Path | None = None, **given: Any) -> in
     from vllm_mars.lab.sweep import run_sweep
 
     on_cpu = vllm_device()[0] == "cpu"
-    options = sweep_options(short=short, on_cpu=on_cpu, **given)
-    prompts = {prompt.id: prompt.turns[0] for prompt in load_sweep(options).prompts}
+    sweep = sweep_options(short=short, on_cpu=on_cpu, **options)
+    prompts = {prompt.id: prompt.turns[0] for prompt in load_sweep(sweep).prompts}
     path = output or (SHORT_OUTPUT if short else OUTPUT)
     busy = os.getloadavg()[0]
     if on_cpu and busy > BUSY:
@@ -72,12 +76,12 @@ def run(short: bool, anew: bool, output: Path | None = None, **given: Any) -> in
             "the demo takes longer than its times say, and what it measures tells less",
             file=sys.stderr,
         )
-    file = run_sweep(options, path, retry_failed=True, anew=anew)
+    file = run_sweep(sweep, path, retry_failed=True, anew=anew)
     for record in file.records:
         if record.measured is None:
             raise RuntimeError(f"{record.name}: {record.reason}")
     print_report(file, prompts, Console())
-    loads = [head.run.get("load_average") or 0.0 for head in file.heads]
+    loads = [header.run.get("load_average") or 0.0 for header in file.heads]
     if on_cpu and max(loads) > BUSY:
         print(
             f"This was measured beside other work (load average {max(loads):.1f} before it): read "
@@ -98,23 +102,23 @@ def sweep_options(
     prompts: str | None = None,
     **options: Any,
 ) -> SweepOptions:
-    """The sweep of a demo: strict verification in the best lossless setting, beside MARS.
+    """Returns the demo's sweep: MARS and strict verification in its best lossless setting.
 
-    On a CPU vLLM's own server samples wrong tokens under speculation, so where requests sample
-    strict verification is there MARS at price 0, which is the same.
+    vLLM's CPU server samples wrong tokens under speculation, so there the strict rule of sampled
+    requests is MARS at price 0, which is equivalent.
     """
     draft = draft or (str(PACKAGED_HEAD) if model is None else NGRAM)
-    _, drawn = drafts_of(draft)
-    by_blocks = {"rejection_sample_method": "block"} if drawn else METHODS[STANDARD]
-    lossless = {**((METHODS[STRICT] if on_cpu else by_blocks) or {}), **drawn}
+    _, probabilistic = drafts_of(draft)
+    block = {"rejection_sample_method": "block"} if probabilistic else METHODS[STANDARD]
+    lossless = {**((METHODS[STRICT] if on_cpu else block) or {}), **probabilistic}
 
     def cell(name: str, temperature: float) -> str:
         config = RECOMMENDED if name == MARS else lossless if temperature else METHODS[STANDARD]
         length = num_speculative_tokens or LENGTHS[temperature][name]
-        given = {"num_speculative_tokens": length, "temperature": temperature}
-        return f"{name}={json.dumps({**(config or {}), **given})}"
+        options = {"num_speculative_tokens": length, "temperature": temperature}
+        return f"{name}={json.dumps({**(config or {}), **options})}"
 
-    cells = tuple(cell(name, temperature) for temperature, of in LENGTHS.items() for name in of)
+    cells = tuple(cell(name, temperature) for temperature in LENGTHS for name in (STRICT, MARS))
     return SweepOptions(
         model=model,
         methods=(),

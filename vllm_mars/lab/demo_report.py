@@ -1,7 +1,7 @@
-"""What the demo prints: a table each for greedy and sampled requests, two answers, a sentence.
+"""Report of the demo: tables of greedy and sampled requests, two example answers, conclusions.
 
-Of the greedy answers that MARS changed, two are shown, which nobody chooses by hand: the one that
-shares most words with the strict answer, and the one whose relaxed tokens lost most.
+The examples are chosen by rule from the greedy answers that MARS changed: the one that shares most
+words with the strict answer, and the one whose relaxed tokens lost most.
 """
 
 import difflib
@@ -15,58 +15,64 @@ from rich.text import Text
 
 from vllm_mars.lab.plan import STRICT
 from vllm_mars.lab.records import Answer, Piece, SweepFile
-from vllm_mars.lab.rows import Row, points, rich_table, rows, shown, tables, turned, without_times
+from vllm_mars.lab.rows import (
+    Row,
+    points,
+    rich_table,
+    rows,
+    shown,
+    tables,
+    transposed,
+    without_times,
+)
 
 RELAXED_STYLE = "bold black on yellow"
-# Below it answers stand below each other.
+# Narrower consoles show answers one below the other.
 SIDE_BY_SIDE_WIDTH = 100
-# Steps that take so much longer are a cost of their own, not one of the tokens.
+# A larger difference in seconds per step is reported separately from the tokens per step.
 STEP_TOLERANCE = 0.02
 
 
 class Example(NamedTuple):
-    """Two answers to one prompt."""
-
     strict: Answer
     lossy: Answer
 
     @property
     def alike(self) -> float:
-        """The share of words that stand in both answers in the same order."""
+        """Share of words that both answers have in the same order."""
         strict, lossy = self.strict.text.split(), self.lossy.text.split()
         return difflib.SequenceMatcher(None, strict, lossy, autojunk=False).ratio()
 
 
 def changed(file: SweepFile) -> list[Example]:
-    """The answers that relaxed tokens changed, beside those of the baseline, in any order."""
+    """Returns pairs of strict and changed answers, in no particular order."""
     strict: dict[str, Answer] = {}
     lossy: dict[str, Answer] = {}
     for record in file.records:
         if record.temperature == 0 and record.measured:
-            own = strict if record.name == file.heads[-1].baseline else lossy
-            own |= {answer.prompt: answer for answer in record.measured.answers}
-    found = [Example(strict[prompt], lossy[prompt]) for prompt in lossy if prompt in strict]
-    return [it for it in found if it.lossy.lost and it.lossy.text != it.strict.text]
+            answers = strict if record.name == file.heads[-1].baseline else lossy
+            answers |= {answer.prompt: answer for answer in record.measured.answers}
+    pairs = [Example(strict[prompt], lossy[prompt]) for prompt in lossy if prompt in strict]
+    return [pair for pair in pairs if pair.lossy.lost and pair.lossy.text != pair.strict.text]
 
 
-def chosen(found: Sequence[Example]) -> dict[str, Example]:
-    """Two of the changed answers, by what they are; there must be one at least."""
+def chosen(examples: Sequence[Example]) -> dict[str, Example]:
+    """Chooses two of at least one changed answers, by title."""
     return {
-        "The one that changed least": max(found, key=lambda it: it.alike),
-        "The one that lost most": max(found, key=lambda it: sum(it.lossy.lost)),
+        "The one that changed least": max(examples, key=lambda example: example.alike),
+        "The one that lost most": max(examples, key=lambda example: sum(example.lossy.lost)),
     }
 
 
-def told(found: Sequence[Example]) -> str:
-    """What the two answers of `chosen` are."""
+def told(examples: Sequence[Example]) -> str:
     return (
-        f"MARS changed {len(found)} greedy answers. These are the one that shares most words with "
-        "the strict answer, and the one whose relaxed tokens lost most."
+        f"MARS changed {len(examples)} greedy answers. These are the one that shares most words "
+        "with the strict answer, and the one whose relaxed tokens lost most."
     )
 
 
 def around(piece: Piece) -> tuple[str, str, str]:
-    """A relaxed token between the white space around it; a sign for one that is nothing else."""
+    """Splits a relaxed token from the white space around it; white space becomes a symbol."""
     token = piece.text.strip()
     if not token:
         return ("", "↵", piece.text) if "\n" in piece.text else ("", "␣", "")
@@ -75,26 +81,25 @@ def around(piece: Piece) -> tuple[str, str, str]:
 
 
 def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) -> None:
-    """Prints the rows of a demo: of strict verification and of MARS, at each temperature.
+    """Prints the tables, examples and conclusions of a demo.
 
     Args:
-        prompts: the text of each, by its id.
+        prompts: texts by prompt id.
     """
-    found = points(rows(file))
-    for group in found:
+    groups = points(rows(file))
+    for group in groups:
         if any(row.is_uneven for row in group):
             group = [without_times(row) for row in group]
         (table,) = tables(group, STRICT)
-        console.print(rich_table(turned(table)))
+        console.print(rich_table(transposed(table)))
         console.print(f"Draft tokens a step: {_lengths(group)}.")
     _print_examples(changed(file), prompts, console)
-    for base, *others in found:
+    for base, *others in groups:
         for row in others:
             console.print(conclusion(row, base), soft_wrap=True)
 
 
 def conclusion(row: Row, base: Row) -> str:
-    """What the figures of a lossy row say, in whichever direction they point."""
     where = "Greedy" if row.cell.temperature == 0 else f"At temperature {row.cell.temperature:g}"
     text = (
         f"{where}, {row.cell.name} takes {shown(row.gain, '.2f') or 'unknown'} times as many "
@@ -104,9 +109,9 @@ def conclusion(row: Row, base: Row) -> str:
         f"{shown(base.length, '.1f', ends=False)}. "
     )
     uneven = [
-        f"{it.cell.name} {min(it.paces):.0f} to {max(it.paces):.0f} tokens/s"
-        for it in (row, base)
-        if it.is_uneven
+        f"{rule.cell.name} {min(rule.paces):.0f} to {max(rule.paces):.0f} tokens/s"
+        for rule in (row, base)
+        if rule.is_uneven
     ]
     if uneven:
         return (
@@ -132,13 +137,14 @@ def _lengths(group: Sequence[Row]) -> str:
     )
 
 
-def _print_examples(found: Sequence[Example], prompts: Mapping[str, str], console: Console) -> None:
-    """Two of the answers that MARS changed, each beside the strict one."""
-    if not found:
+def _print_examples(
+    examples: Sequence[Example], prompts: Mapping[str, str], console: Console
+) -> None:
+    if not examples:
         console.print("MARS changed no greedy answer.")
         return
-    console.print(f"{told(found)} Relaxed tokens are marked.", soft_wrap=True)
-    for which, (strict, lossy) in chosen(found).items():
+    console.print(f"{told(examples)} Relaxed tokens are marked.", soft_wrap=True)
+    for which, (strict, lossy) in chosen(examples).items():
         name = strict.prompt
         console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))
         titles = (

@@ -1,4 +1,4 @@
-"""Measures a sweep's turns on this machine, or as a task of a Ray cluster does.
+"""Measures the turns of a sweep on this machine, also as a task of a Ray cluster.
 
 The servers of a group run at the same time and take turns.
 """
@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from vllm_mars.lab.client import ask
+from vllm_mars.lab.client import send_requests
 from vllm_mars.lab.plan import Group, Sweep, Turn
 from vllm_mars.lab.records import Answer, Measured, Piece, Record
 from vllm_mars.options.config import METHOD
@@ -33,10 +33,10 @@ from vllm_mars.servers.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 
 WAKE_TOKENS = 4
 REQUEST_TIMEOUT = 120.0
-# Of a server with the packaged model, each of those that start side by side on two idle cores.
+# Start-up time per server of the packaged model, all at once on two idle cores.
 START_SECONDS = 33
 MINUTE = 60.0
-# What the last step counts arrives a little behind its tokens.
+# The counts of the last step arrive shortly after its tokens.
 POLL_SECONDS = 0.1
 COUNTED_SECONDS = 60.0
 CPU_SAMPLES = (
@@ -49,13 +49,13 @@ class LocalRunner:
     """Measures on this machine, one group after the other.
 
     Attributes:
-        side_by_side: servers that a group may hold; 0 sets no limit.
+        side_by_side: maximum number of servers of a group; 0 is no limit.
     """
 
     def __init__(
         self, sweep: Sweep, log_dir: Path, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Asks vLLM for its device, but starts no server; `say` is told what is waited for.
+        """Detects vLLM's device and starts no server; `say` gets progress messages.
 
         Raises:
             RuntimeError: vLLM cannot be imported.
@@ -68,10 +68,9 @@ class LocalRunner:
         self.side_by_side = sweep.options.side_by_side or (0 if self._on_cpu else 1)
 
     def run(self, groups: Sequence[Group]) -> Generator[Record]:
-        """Measures the groups' turns and yields each as soon as it is measured.
+        """Measures the groups' turns and yields a record after each, also of failed turns.
 
-        A turn that fails is yielded as failed and the others go on. No process outlives the
-        iterator, whichever way it ends: close it where it may be left early.
+        No process outlives the iterator; close it if it may be left early.
         """
         for servers, turns in groups:
             with contextlib.ExitStack() as stack:
@@ -83,10 +82,10 @@ class LocalRunner:
         servers: dict[str, VllmServer] = {}
         problems: dict[str, str] = {}
 
-        # Those that turns are left for.
-        due = [config for config in configs if any(it.server == config for it in turns)]
+        due = [config for config in configs if any(turn.server == config for turn in turns)]
         expected = START_SECONDS * len(due)
-        began, measuring, measured = time.monotonic(), 0.0, 0
+        began, measuring = time.monotonic(), 0.0
+        measured = 0
 
         def doing() -> str:
             so_far = time.monotonic() - (measuring or began)
@@ -126,8 +125,9 @@ class LocalRunner:
         for config in servers if self._on_cpu else ():
             wait(config)
         self._say(f"measuring {len(turns)} turns of {self._sweep.options.block} prompts or fewer")
-        last, measuring = None, time.monotonic()
-        for measured, turn in enumerate(turns):  # noqa: B007 - `doing` tells it
+        last = None
+        measuring = time.monotonic()
+        for measured, turn in enumerate(turns):  # noqa: B007 - read by `doing`
             problem = problems.get(turn.server) or self._refused(turn)
             if problem:
                 yield self._record(turn, None, problem)
@@ -147,21 +147,20 @@ class LocalRunner:
                 yield self._record(turn, None, reason)
 
     def _is_usual(self) -> bool:
-        """Whether it is known how long a server starts."""
         return self._on_cpu and self._sweep.options.model is None
 
     def _record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
         return record(turn, measured, reason, hardware(self.gpu))
 
     def _refused(self, turn: Turn) -> str:
-        """Why this turn would not measure what its cell says; "" where it does."""
+        """Returns why this turn would not measure its cell, or ""."""
         config = turn.cell.config
         is_mars = config is not None and config.get("rejection_sample_method") == METHOD
         samples = turn.cell.temperature > 0 and config is not None
         return CPU_SAMPLES if self._on_cpu and samples and not is_mars else ""
 
     def _server(self, config: str, number: int, count: int) -> VllmServer:
-        """One of so many servers of the target that run side by side."""
+        """Returns server `number` of `count` that run at the same time."""
         options = self._sweep.options
         args = [*server_args(self._on_cpu, count), "--seed", str(options.seed)]
         speculative = json.loads(config)
@@ -170,24 +169,25 @@ class LocalRunner:
         env = dict(CPU_ENV) if self._on_cpu else {}
         draft = (speculative or {}).get("model")
         if draft and not Path(draft).is_dir():
-            # A local model alone would keep the server from asking the hub for the draft model.
+            # A local target sets offline mode, but this draft model may come from the hub.
             env["HF_HUB_OFFLINE"] = "0"
         return VllmServer(
             self._sweep.model,
             [*args, *options.server_args],
             log_path=self._log_dir / f"server-{number}.log",
-            # None that the user has set.
+            # The user's variables take precedence.
             env={name: value for name, value in env.items() if name not in os.environ},
             startup_timeout=options.startup_timeout,
         )
 
     def _measure(self, server: VllmServer, turn: Turn) -> Measured:
-        sweep, options = self._sweep, self._sweep.options
+        sweep = self._sweep
+        options = sweep.options
         prompts = list(sweep.block(turn.block))
-        # As many as are asked at once, at least.
+        # Repeated until they fill the concurrency.
         prompts *= math.ceil(turn.cell.concurrency / len(prompts))
         server.check_alive()
-        # A server that slept answers its first request late.
+        # The first request after a pause is slow.
         wake = {"model": sweep.model, "prompt": "Hi", "max_tokens": WAKE_TOKENS, "temperature": 0}
         self._asked(server, "completions", wake)
         before = settled(server)
@@ -195,16 +195,20 @@ class LocalRunner:
         if options.ignore_eos:
             body["ignore_eos"] = True
         first = sweep.seed(turn)
-        seconds, outputs = ask(
+        seconds, outputs = send_requests(
             server.base_url,
             sweep.model,
-            [(it.turns[0], body | {"seed": first + n}) for n, it in enumerate(prompts)],
+            [
+                (prompt.turns[0], body | {"seed": first + number})
+                for number, prompt in enumerate(prompts)
+            ],
             max_tokens=options.max_tokens,
             concurrency=turn.cell.concurrency,
             timeout=options.turn_timeout,
         )
-        counted = before.get(GENERATED_TOKENS, 0) + sum(it.output_tokens for it in outputs)
-        rise = {k: v - before.get(k, 0) for k, v in settled(server, counted).items()}
+        generated = sum(output.output_tokens for output in outputs)
+        after = settled(server, before.get(GENERATED_TOKENS, 0) + generated)
+        rise = {name: value - before.get(name, 0) for name, value in after.items()}
         up, down = rise.get(DRIFT_UP), rise.get(DRIFT_DOWN)
         return Measured(
             seconds=seconds,
@@ -213,23 +217,29 @@ class LocalRunner:
             lost_nats=rise.get(LOST_NATS),
             answers=tuple(
                 Answer(
-                    *(prompt.id, it.generated_text, it.output_tokens, it.ttft, it.latency),
+                    prompt=prompt.id,
+                    text=output.generated_text,
+                    tokens=output.output_tokens,
+                    ttft=output.ttft,
+                    seconds=output.latency,
                     pieces=self._pieces(server, turn, prompt.turns[0]),
                 )
-                for prompt, it in zip(prompts, outputs, strict=True)
+                for prompt, output in zip(prompts, outputs, strict=True)
             ),
             drift_nats=None if up is None or down is None else up - down,
         )
 
     def _pieces(self, server: VllmServer, turn: Turn, prompt: str) -> tuple[Piece, ...]:
-        """An answer with its relaxed tokens, where examples are asked for."""
+        """Asks for the answer again, to get its relaxed tokens; () unless examples are on."""
         options, cell = self._sweep.options, turn.cell
         if not (options.examples and cell.is_lossy and cell.temperature == 0):
             return ()
         body = {
             "model": self._sweep.model,
             "messages": [{"role": "user", "content": prompt}],
-            **{"max_tokens": options.max_tokens, "temperature": 0, "logprobs": True},
+            "max_tokens": options.max_tokens,
+            "temperature": 0,
+            "logprobs": True,
             "vllm_xargs": {**turn.body.get("vllm_xargs", {}), "mars_return": True},
         }
         return pieces(self._asked(server, "chat/completions", body))
@@ -245,14 +255,13 @@ class LocalRunner:
 
 @contextlib.contextmanager
 def _each_minute(say: Callable[[str], None], doing: Callable[[], str]) -> Iterator[None]:
-    """Says each minute what is being done."""
     ended = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not ended.wait(MINUTE):
             say(doing())
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield
@@ -264,7 +273,7 @@ def _each_minute(say: Callable[[str], None], doing: Callable[[], str]) -> Iterat
 def record(
     turn: Turn, measured: Measured | None, reason: str, where: dict[str, Any] | None = None
 ) -> Record:
-    """A turn as the file holds it, without directories of this machine."""
+    """Returns a turn's record, without directories of this machine."""
     (config,) = without_directories([json.dumps(turn.cell.config)])
     return Record(
         *turn.cell._replace(config=json.loads(config)),
@@ -279,16 +288,17 @@ def record(
 
 
 def settled(server: VllmServer, generated: float = 0) -> dict[str, float]:
-    """The server's metrics once they count so many tokens and have stopped to rise.
+    """Returns the server's metrics after they reached `generated` tokens and stopped changing.
 
     Raises:
-        RuntimeError: they do not within a minute.
+        RuntimeError: this took longer than a minute.
     """
     until = time.monotonic() + COUNTED_SECONDS
     before: dict[str, float] = {}
     while time.monotonic() < until:
-        # vLLM's own, not those of the process and of HTTP.
-        now = {k: v for k, v in server.metrics().items() if k.startswith("vllm:")}
+        # Process and HTTP metrics never stop changing.
+        metrics = server.metrics().items()
+        now = {name: value for name, value in metrics if name.startswith("vllm:")}
         if now == before and now.get(GENERATED_TOKENS, 0) >= generated:
             return now
         before = now
@@ -301,18 +311,18 @@ def settled(server: VllmServer, generated: float = 0) -> dict[str, float]:
 
 
 def pieces(answer: dict[str, Any]) -> tuple[Piece, ...]:
-    """Of a chat completion with logprobs and `mars_return`."""
+    """Splits a chat completion with logprobs and `mars_return` at its relaxed tokens."""
     choice = answer["choices"][0]
-    (told,) = (answer.get("metrics") or {}).get("mars") or [{}]
-    lost = dict(zip(told.get("relaxed_positions", ()), told.get("loss_nats", ()), strict=True))
+    (report,) = (answer.get("metrics") or {}).get("mars") or [{}]
+    lost = dict(zip(report.get("relaxed_positions", ()), report.get("loss_nats", ()), strict=True))
     tokens = (choice["logprobs"] or {}).get("content") or []
     if choice["finish_reason"] == "stop":
-        # The end itself is no text.
+        # The end token has no text.
         tokens = tokens[:-1]
-    found: list[Piece] = []
-    for place, token in enumerate(tokens):
-        if place not in lost and found and found[-1].lost is None:
-            found[-1] = Piece(found[-1].text + token["token"])
+    merged: list[Piece] = []
+    for position, token in enumerate(tokens):
+        if position not in lost and merged and merged[-1].lost is None:
+            merged[-1] = Piece(merged[-1].text + token["token"])
         else:
-            found.append(Piece(token["token"], lost.get(place)))
-    return tuple(found)
+            merged.append(Piece(token["token"], lost.get(position)))
+    return tuple(merged)

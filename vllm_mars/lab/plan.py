@@ -1,11 +1,11 @@
-"""Which cells a sweep measures, on which servers, in which turns.
+"""Plan of a sweep: its cells, servers and turns.
 
-A rule is vLLM's speculative config under a name; a cell is a rule at one temperature and load. The
-prompts are asked in blocks. In one turn a server answers one block; then the next server has its
-turn with the same block, so that a machine that slows down slows all of them.
+A rule is a named speculative config of vLLM; a cell is a rule at one temperature and load. In a
+turn one server answers one block of prompts. Then the next server answers the same block, so that
+a slowdown of the machine affects all of them.
 
-Rules that differ in the value of theta or price alone share a server, which has the loosest of
-these, and each request brings its own.
+Rules that differ only in the value of theta or price share a server, which gets the loosest value;
+each request carries its value.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from vllm_mars.options.config import (
 from vllm_mars.options.lock import check_lock
 
 AUTOREGRESSIVE, STANDARD, STRICT = "autoregressive", "standard", "strict"
-# What a word of --method stands for; any other is a rejection sample method of vLLM.
+# Values of --method; others are rejection sample methods of vLLM.
 METHODS: dict[str, dict[str, Any] | None] = {
     AUTOREGRESSIVE: None,
     STANDARD: {},
@@ -37,34 +37,27 @@ METHODS: dict[str, dict[str, Any] | None] = {
     METHOD: RECOMMENDED,
 }
 NUM_SPECULATIVE_TOKENS = 4
-# Answers to different prompts must not draw the same numbers, nor those of two passes.
+# Seeds must differ between prompts and between passes.
 _PASS_SEEDS = 100_000
 
 
 class Cell(NamedTuple):
-    """What is measured: a rule at one temperature and load.
+    """A rule at one temperature and load."""
 
-    Attributes:
-        name: of the rule; unique among the cells of one temperature and load.
-        config: vLLM's speculative config; None without speculation.
-    """
-
-    name: str
-    config: dict[str, Any] | None
+    name: str  # of the rule, unique at each temperature and load
+    config: dict[str, Any] | None  # vLLM's speculative config; None without speculation
     temperature: float
     concurrency: int
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the answers can differ from those of strict verification."""
+        """Whether answers can differ from those of strict verification."""
         config = dict(self.config or {})
         method = config.get("rejection_sample_method", STANDARD)
         return lossy_reason(split_speculative_config(config)[0], method) is not None
 
 
 class Key(NamedTuple):
-    """A turn's name in the file, which holds each once."""
-
     name: str
     temperature: float
     concurrency: int
@@ -73,22 +66,16 @@ class Key(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One cell's requests of one block in one pass.
-
-    Attributes:
-        server: speculative config of its server, as JSON.
-        body: what each request carries.
-    """
+    """One cell's requests of one block in one pass."""
 
     cell: Cell
     repeat: int
     block: int
-    server: str
-    body: dict[str, Any]
+    server: str  # speculative config of its server, as JSON
+    body: dict[str, Any]  # further keys of each request's body
 
     @property
     def key(self) -> Key:
-        """The turn's name."""
         name, _, temperature, concurrency = self.cell
         return Key(name, temperature, concurrency, self.repeat, self.block)
 
@@ -99,35 +86,33 @@ class Turn(NamedTuple):
         )
 
 
-# Turns in their order, and the servers that they need at the same time.
+# Servers that run at the same time, and their turns in order.
 Group = tuple[Sequence[str], Sequence[Turn]]
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What the user asks of a sweep.
+    """Options of a sweep.
 
     Attributes:
-        model: None takes the packaged model.
-        methods: words of `METHODS`, or vLLM's rejection sample methods; None for "standard", and
-            "mars" where there is no other rule.
-        values: of each rule, by its name; a rule of the sweep each.
-        cells: "NAME=JSON": a rule with any keys of vLLM's speculative config and any `mars_*`
-            options, and with "draft" and "temperature" where these are not the sweep's; null is
-            decoding without drafts.
-        drafts, num_speculative_tokens: each rule is measured with each of them.
-        baseline: the rule that ratios are over; None for the first.
-        categories: those of the prompts that are asked; all if there is none.
-        num_prompts: how many, taken from the categories in turn; 0 takes all.
-        max_tokens: longest answer.
-        ignore_eos: whether each answer has that length.
-        block: prompts of one turn.
+        model: None for the packaged model.
+        methods: keys of `METHODS`, or rejection sample methods of vLLM; None for "standard", and
+            "mars" if there is no other rule.
+        values: rule values by "theta" or "price"; each adds a rule to the sweep.
+        cells: "NAME=JSON", a rule with any keys of vLLM's speculative config and any `mars_*`
+            options; "draft" and "temperature" override the sweep's; null decodes without drafts.
+        drafts, num_speculative_tokens: each rule is measured with each combination.
+        baseline: rule in the denominator of ratios; None for the first.
+        categories: prompt categories to use; () for all.
+        num_prompts: number of prompts, taken from the categories in turn; 0 for all.
+        ignore_eos: whether each answer has `max_tokens` tokens.
+        block: prompts per turn.
         repeats: passes over all turns.
-        seed: of the servers; each prompt's request has one of its own that follows from it.
+        seed: seed of the servers, from which the requests' seeds follow.
         side_by_side: servers at a time; 0 for all on a CPU and one on a GPU.
-        gpus: of one server, for a Ray cluster.
-        examples: whether greedy lossy cells tell what was relaxed in each answer. Each prompt is
-            asked once more for that, untimed.
+        gpus: GPUs per server on a Ray cluster.
+        examples: whether to record the relaxed tokens of greedy answers, for which each prompt is
+            sent once more, untimed.
     """
 
     model: str | None = None
@@ -175,7 +160,6 @@ class SweepOptions:
 
     @property
     def base(self) -> str:
-        """The rule that ratios are over."""
         return self.baseline or self.all_cells()[0].name
 
     def _rules(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
@@ -183,25 +167,26 @@ class SweepOptions:
         words = (STANDARD,) if chosen else (STANDARD, METHOD)
         for word in words if self.methods is None else self.methods:
             yield word, METHODS.get(word, {"rejection_sample_method": word})
-        for rule, found in self.values.items():
-            yield from ((f"{rule} {value:g}", {RULES[rule].option: value}) for value in found)
+        for rule, values in self.values.items():
+            yield from ((f"{rule} {value:g}", {RULES[rule].option: value}) for value in values)
         yield from map(_parse_cell, self.cells)
 
     def all_cells(self) -> list[Cell]:
-        """The cells, the first rule's first.
+        """Returns the cells in the order of their rules.
 
         Raises:
             ValueError: an option is bad, or two rules have one name.
             RuntimeError: the environment forbids lossy verification.
         """
-        found: dict[tuple[str, float, int], Cell] = {}
-        for (name, given), (draft, k) in itertools.product(
+        cells: dict[tuple[str, float, int], Cell] = {}
+        for (name, rule), (draft, k) in itertools.product(
             self._rules(), itertools.product(self.drafts, self.num_speculative_tokens)
         ):
-            options = dict(given or {})
+            options = dict(rule or {})
             temperature = options.pop("temperature", None)
-            config, label = None, name
-            if given is not None:
+            config = None
+            label = name
+            if rule is not None:
                 if "draft" not in options and len(self.drafts) > 1:
                     label += f", {Path(draft).name}"
                 if "num_speculative_tokens" not in options and len(self.num_speculative_tokens) > 1:
@@ -215,107 +200,102 @@ class SweepOptions:
             for at in self.temperatures if temperature is None else (temperature,):
                 for load in self.concurrencies:
                     cell = Cell(label, config, float(at), load)
-                    if found.setdefault((label, cell.temperature, load), cell) != cell:
+                    if cells.setdefault((label, cell.temperature, load), cell) != cell:
                         raise ValueError(f"two rules are named {label!r}; names must differ.")
-        return list(found.values())
+        return list(cells.values())
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The options, with what was found for them."""
+    """Options with their model and prompts."""
 
     options: SweepOptions
     model: str
     prompts: tuple[Prompt, ...]
 
     def block(self, number: int) -> tuple[Prompt, ...]:
-        """The prompts of one block."""
         size = self.options.block
         return self.prompts[number * size : (number + 1) * size]
 
     def seed(self, turn: Turn) -> int:
-        """The seed of the first request of a turn; the others' follow."""
+        """Returns the seed of a turn's first request; further requests add their number."""
         first = turn.block * self.options.block
         return self.options.seed + turn.repeat * _PASS_SEEDS + first
 
     def groups(self, side_by_side: int) -> list[Group]:
-        """All turns, in groups of so many servers; 0 sets no limit."""
+        """Returns all turns in groups of at most `side_by_side` servers; 0 is no limit."""
         options = self.options
         cells = options.all_cells()
-        places = _places(cells)
-        servers = list(dict.fromkeys(server for server, _ in places))
+        placements = _placements(cells)
+        servers = list(dict.fromkeys(server for server, _ in placements))
         size = side_by_side or len(servers)
         points = dict.fromkeys((cell.temperature, cell.concurrency) for cell in cells)
         blocks = range(-(-len(self.prompts) // options.block))
         groups: list[Group] = []
         for first in range(0, len(servers), size):
-            own = servers[first : first + size]
+            group_servers = servers[first : first + size]
             turns: list[Turn] = []
             order = itertools.product(range(options.repeats), points, blocks)
             for number, (repeat, point, block) in enumerate(order):
                 here = [
                     Turn(cell, repeat, block, server, body)
-                    for cell, (server, body) in zip(cells, places, strict=True)
-                    if server in own and (cell.temperature, cell.concurrency) == point
+                    for cell, (server, body) in zip(cells, placements, strict=True)
+                    if server in group_servers and (cell.temperature, cell.concurrency) == point
                 ]
-                # Each time another one begins.
+                # The server that begins rotates.
                 begin = number % max(len(here), 1)
                 turns += here[begin:] + here[:begin]
-            groups.append((own, turns))
+            groups.append((group_servers, turns))
         return groups
 
 
 def load_sweep(options: SweepOptions) -> Sweep:
-    """Reads the prompts; the model's directory is still to be set where it is the packaged one.
-
-    Raises:
-        ValueError: a file cannot be read, or two prompts have one id.
-    """
-    found: list[Prompt] = []
+    """Reads the prompts, or raises ValueError; the caller sets the packaged model's directory."""
+    prompts: list[Prompt] = []
     for path in options.prompts:
-        found += load_prompts(Path(path))
-    twice = [name for name, count in Counter(it.id for it in found).items() if count > 1]
-    if twice:
+        prompts += load_prompts(Path(path))
+    counts = Counter(prompt.id for prompt in prompts)
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"prompts: id {twice[0]!r} appears twice; ids must differ.")
     if options.categories:
-        found = [item for item in found if item.category in options.categories]
+        prompts = [prompt for prompt in prompts if prompt.category in options.categories]
     if options.num_prompts:
-        before: Counter[str] = Counter()
+        per_category: Counter[str] = Counter()
         ranks = []
-        for place, item in enumerate(found):
-            ranks.append((before[item.category], place))
-            before[item.category] += 1
-        found = [found[place] for _, place in sorted(ranks)[: options.num_prompts]]
-    return Sweep(options, options.model or "", tuple(found))
+        for index, prompt in enumerate(prompts):
+            ranks.append((per_category[prompt.category], index))
+            per_category[prompt.category] += 1
+        prompts = [prompts[index] for _, index in sorted(ranks)[: options.num_prompts]]
+    return Sweep(options, options.model or "", tuple(prompts))
 
 
-def _places(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Any]]]:
-    """Each cell's server, as the JSON of its config, and what the cell's requests carry."""
+def _placements(cells: Sequence[Cell]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns each cell's server, as the JSON of its config, and the body of its requests."""
     families = [family(cell.config) for cell in cells]
     values: dict[str, set[float]] = {}
     for name, _, value in families:
         values.setdefault(name, set()).add(value)
-    found: list[tuple[str, dict[str, Any]]] = []
+    placements: list[tuple[str, dict[str, Any]]] = []
     for cell, (name, rule, value) in zip(cells, families, strict=True):
         if rule and len(values[name]) > 1:
             shared = {**json.loads(name), rule.option: rule.loosest(values[name])}
             server = json.dumps(shared, sort_keys=True)
-            found.append((server, {"vllm_xargs": {rule.option: value}}))
+            placements.append((server, {"vllm_xargs": {rule.option: value}}))
         else:
-            found.append((json.dumps(cell.config, sort_keys=True), {}))
-    return found
+            placements.append((json.dumps(cell.config, sort_keys=True), {}))
+    return placements
 
 
 def family(config: dict[str, Any] | None) -> tuple[str, Rule | None, float]:
-    """A config without its rule's value, as JSON, the rule, and the value that a request can bring.
+    """Returns a config without its rule's value, as JSON, the rule and the value.
 
-    Without a rule, or where a request cannot choose, there is none.
+    The rule is None if the config has none or if requests cannot choose its value.
     """
     rules = [rule for rule in RULES.values() if rule.option in (config or {})]
     if config is None or len(rules) != 1 or "mars_limit" in config:
         return json.dumps(config, sort_keys=True), None, 0.0
     (rule,) = rules
-    # Strict by theta and strict by price are different servers.
+    # The rule's key remains, because strict by theta and strict by price are different servers.
     name = json.dumps({**config, rule.option: None}, sort_keys=True)
     return name, rule, config[rule.option]
 

@@ -10,7 +10,7 @@ PACKAGED = Path(__file__).with_name("prompts.jsonl")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to lead: the turns of the user, each after the answer to the one before."""
+    """A conversation, given by the user's turns."""
 
     id: str
     category: str
@@ -18,32 +18,31 @@ class Prompt:
 
 
 def load_prompts(path: Path = PACKAGED) -> list[Prompt]:
-    """Reads a file with a JSON object in each line that is not empty.
+    """Reads a file with one JSON object per line; empty lines are skipped.
 
     Each object has `prompt` (a string) or `turns` (a list of strings), and may have `id` (or
-    `question_id`, `task_id`; default: the line number) and `category`. A null is as if left out.
+    `question_id`, `task_id`; default: the line number) and `category`. Nulls are ignored.
 
     Raises:
-        ValueError: the file cannot be read or is empty, a line is no such object, or two have one
-            id.
+        ValueError: the file is unreadable or empty, a line is invalid, or an id appears twice.
     """
-    found: dict[str, Prompt] = {}
+    prompts: dict[str, Prompt] = {}
     try:
-        # Not splitlines, which also cuts at characters that JSON allows within a text.
+        # splitlines would also split at characters that JSON allows in strings.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts={path} cannot be read: {error}; give a JSONL file.") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             prompt = _parse(line, f"{path}, line {number}", number)
-            if prompt.id in found:
+            if prompt.id in prompts:
                 raise ValueError(
                     f"prompts={path}: id {prompt.id!r} appears twice; ids must differ."
                 )
-            found[prompt.id] = prompt
-    if not found:
+            prompts[prompt.id] = prompt
+    if not prompts:
         raise ValueError(f"prompts={path} is empty; give one JSON object with 'prompt' per line.")
-    return list(found.values())
+    return list(prompts.values())
 
 
 def _parse(line: str, where: str, number: int) -> Prompt:
@@ -55,10 +54,10 @@ def _parse(line: str, where: str, number: int) -> Prompt:
         raise ValueError(f'{where} is not a JSON object; write {{"prompt": "..."}}.')
     item = {key: value for key, value in item.items() if value is not None}
     turns = item.get("turns", [item.get("prompt")])
-    given: list[Any] = turns if isinstance(turns, list) and turns else [None]
-    if not all(isinstance(turn, str) and turn.strip() for turn in given):
+    texts: list[Any] = turns if isinstance(turns, list) and turns else [None]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError(
             f"{where} has neither 'prompt' (a string) nor 'turns' (a list of strings); add one."
         )
     ids = (item[key] for key in ("id", "question_id", "task_id") if key in item)
-    return Prompt(str(next(ids, number)), str(item.get("category", "")), tuple(given))
+    return Prompt(str(next(ids, number)), str(item.get("category", "")), tuple(texts))

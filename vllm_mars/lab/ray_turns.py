@@ -1,9 +1,9 @@
 """Measures the turns of a sweep as tasks on a Ray cluster.
 
-A task is a group of turns with its servers. It asks for the GPUs of one server; on a cluster
-without GPUs for all cores of a node, since two servers on one processor would disturb each other's
-times. A task yields each turn as soon as it is measured. If its node is lost, Ray runs it again
-elsewhere, and the driver takes only the turns that it has not got yet.
+A task measures a group of turns with its servers and yields each record. It requests the GPUs of
+one server or, on a cluster without GPUs, all cores of a node, because two servers on one processor
+would disturb each other's times. If its node is lost, Ray runs the task again on another one, and
+the driver skips the turns that it already has.
 """
 
 import contextlib
@@ -25,34 +25,31 @@ from vllm_mars.servers.ray_nodes import check_nodes
 
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 1.0
-# How often Ray runs a task again whose node was lost.
+# Retries of a task whose node was lost.
 RETRIES = 3
 
 
 class RayRunner:
-    """Measures on a Ray cluster; the constructor checks that the cluster can."""
-
     def __init__(self, sweep: Sweep, address: str) -> None:
-        """Connects to the cluster, which is "HOST:PORT", "ray://HOST:PORT" or "auto".
+        """Connects to the cluster at "HOST:PORT", "ray://HOST:PORT" or "auto".
 
-        Raises:
-            RuntimeError: Ray is not installed, the address does not answer, the cluster has another
-                version of Ray, Python, vLLM or this package, a node lacks the model or a draft, or
-                no node has the GPUs that a group needs.
+        Raises RuntimeError if Ray is missing, if the cluster cannot be reached, if its versions or
+        directories differ, or if no node has enough GPUs for a server.
         """
         require("--ray", "ray", ["ray"])
         import ray
 
         self._ray: Any = ray
-        self._sweep, options = sweep, sweep.options
+        self._sweep = sweep
+        options = sweep.options
         self.gpu: str | None = None
-        # One server is one task: whichever node is free takes it.
+        # One server per task, so that any free node can take it.
         self.side_by_side = options.side_by_side or 1
         _check_reachable(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            # Ray names both versions where they differ.
+            # Ray's message names both versions if they differ.
             raise RuntimeError(f"ray={address}: {error}") from error
         try:
             nodes = [node for node in self._ray.nodes() if node["Alive"]]
@@ -69,7 +66,7 @@ class RayRunner:
             raise
 
     def run(self, groups: Sequence[Group]) -> Generator[Record]:
-        """Measures the groups' turns and yields each, once, as soon as the driver has it."""
+        """Measures the groups' turns and yields each record once."""
         ray = self._ray
         remote = ray.remote(_measure).options(
             num_returns="streaming",
@@ -85,7 +82,7 @@ class RayRunner:
                 for task in ready:
                     reason = "its task ended without this turn"
                     try:
-                        found = ray.get(next(task))
+                        measured = ray.get(next(task))
                     except StopIteration:
                         pass
                     except ray.exceptions.RayTaskError as error:
@@ -93,9 +90,9 @@ class RayRunner:
                     except ray.exceptions.RayError as error:
                         reason = f"its node was lost {RETRIES + 1} times: {error}"
                     else:
-                        if found.key not in taken:
-                            taken.add(found.key)
-                            yield found
+                        if measured.key not in taken:
+                            taken.add(measured.key)
+                            yield measured
                         continue
                     _, turns = tasks.pop(task)
                     for turn in turns:
@@ -108,31 +105,29 @@ class RayRunner:
                     ray.cancel(task)
 
     def close(self) -> None:
-        """Leaves the cluster."""
         self._ray.shutdown()
 
 
 def _needed(gpus: int, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What a task asks for, as Ray names it, from the resources of each node."""
-    most = {name: max((it.get(name, 0) for it in nodes), default=0) for name in ("GPU", "CPU")}
+    most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in ("GPU", "CPU")}
     if 0 < most["GPU"] < gpus or not any(most.values()):
         raise RuntimeError(
             f"a server needs {gpus} GPUs (--gpus), or the CPUs of a node, but the largest node of "
             f"this cluster has {most['GPU']:g} and {most['CPU']:g}; lower it or add a larger node."
         )
-    # Without GPUs a smaller node would measure something else, and a larger one take two tasks.
+    # Without GPUs: all cores of the largest nodes, since smaller ones would measure other times.
     return {"GPU": gpus, "CPU": 1} if most["GPU"] else {"GPU": 0, "CPU": most["CPU"]}
 
 
 def _measure(sweep: Sweep, group: Group) -> Generator[Record]:
-    """The task of a group, with the packaged model of its node."""
-    here = sweep if sweep.options.model else replace(sweep, model=str(ensure_model()))
+    """Runs a group as a Ray task; the packaged model is in its node's cache."""
+    local = sweep if sweep.options.model else replace(sweep, model=str(ensure_model()))
     with tempfile.TemporaryDirectory(prefix="vllm-mars-") as logs:
-        yield from LocalRunner(here, Path(logs)).run([group])
+        yield from LocalRunner(local, Path(logs)).run([group])
 
 
 def _check_reachable(address: str) -> None:
-    """Raises RuntimeError if nothing listens there; `ray.init` would wait long, and then exit."""
+    """Raises RuntimeError if nothing listens; `ray.init` would wait for long and then exit."""
     if address == "auto":
         return
     try:

@@ -1,7 +1,7 @@
-"""The file of a sweep: JSON lines, of which the first says what is measured, the others what was.
+"""Result file of a sweep, in JSON lines.
 
-Each call that measures something adds a head, and each turn one line, complete or not at all. A
-turn that was measured again stands twice; the later line counts.
+Each call that measures something appends a `RunHeader` and a `Record` per turn. Lines are written
+completely or not at all. If a turn was measured again, its last line counts.
 """
 
 import json
@@ -16,53 +16,35 @@ from vllm_mars.lab.plan import Cell, Key
 
 @dataclass(frozen=True)
 class Piece:
-    """A relaxed token of an answer, or the text between two of them.
-
-    Attributes:
-        lost: what the token lost, in nats; None of text that was not relaxed.
-    """
+    """A relaxed token of an answer, or the text between two of them."""
 
     text: str
-    lost: float | None = None
+    lost: float | None = None  # loss of a relaxed token in nats
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One request.
-
-    Attributes:
-        tokens: of the answer, as the server counts them.
-        ttft, seconds: until the first token, and until the last one.
-        pieces: the text with its relaxed tokens, where examples were asked for.
-    """
+    """Answer to one request."""
 
     prompt: str
     text: str
-    tokens: int
-    ttft: float
-    seconds: float
-    pieces: tuple[Piece, ...] = ()
+    tokens: int  # counted by the server
+    ttft: float  # seconds to the first token
+    seconds: float  # seconds to the last token
+    pieces: tuple[Piece, ...] = ()  # of the text, if examples were requested
 
     @property
     def lost(self) -> list[float]:
-        """What each relaxed token lost, in nats."""
         return [piece.lost for piece in self.pieces if piece.lost is not None]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a turn gave.
+    """Measurements of a turn; None if the server has no such counter."""
 
-    Attributes:
-        seconds: from its first request to its last token.
-        drafts, accepted: by vLLM's counters of speculative decoding; a draft is a step of one
-            request, accepted are its tokens.
-        lost_nats, drift_nats: by the server's counters; None where it has none.
-    """
-
-    seconds: float
-    drafts: int
-    accepted: int
+    seconds: float  # from the first request to the last token
+    drafts: int  # one per step of a request
+    accepted: int  # draft tokens
     lost_nats: float | None
     answers: tuple[Answer, ...]
     drift_nats: float | None = None
@@ -70,7 +52,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Record:
-    """A turn in the file; `measured` is None where it failed, and `reason` says why."""
+    """A turn in the file; if it failed, `measured` is None and `reason` says why."""
 
     name: str
     config: dict[str, Any] | None
@@ -87,66 +69,54 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """The turn's name."""
         return Key(self.name, self.temperature, self.concurrency, self.repeat, self.block)
 
     @property
     def problem(self) -> str:
-        """Why it failed, in a line; "" where it did not."""
+        """First line of the reason of a failure, else ""."""
         first, *_ = [*self.reason.splitlines(), "no reason is given"]
         return "" if self.measured else first
 
     @property
     def cell(self) -> Cell:
-        """What it belongs to."""
         return Cell(self.name, self.config, self.temperature, self.concurrency)
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a call measured.
+class RunHeader:
+    """Header of one call of a sweep."""
 
-    Attributes:
-        settings: what all turns of a file have in common.
-        baseline: the rule that ratios are over.
-        run: as `vllm_mars.servers.provenance.describe_run` gives it.
-    """
-
-    settings: dict[str, Any]
-    baseline: str
-    run: dict[str, Any]
+    settings: dict[str, Any]  # options that all turns of a file share
+    baseline: str  # rule in the denominator of ratios
+    run: dict[str, Any]  # from `provenance.describe_run`
     schema: Literal[2] = 2
     kind: Literal["sweep"] = "sweep"
 
 
 @dataclass(frozen=True)
 class SweepFile:
-    """What a file holds: at least one head, and each turn once."""
+    """Content of a file: at least one header, and each turn once."""
 
-    heads: Sequence[Head]
+    heads: Sequence[RunHeader]
     records: Sequence[Record]
 
 
 def read_sweep(path: Path) -> SweepFile:
-    """Reads a file of `vllm-mars sweep`; a last line that was not written to its end is left out.
-
-    Raises:
-        ValueError: the file cannot be read, or is no such file.
-    """
+    """Reads the file of a sweep, or raises ValueError; an incomplete last line is ignored."""
     from pydantic import TypeAdapter, ValidationError
 
-    line_type: TypeAdapter[Head | Record] = TypeAdapter(Head | Record)
-    heads: list[Head] = []
+    line_type: TypeAdapter[RunHeader | Record] = TypeAdapter(RunHeader | Record)
+    heads: list[RunHeader] = []
     records: dict[Key, Record] = {}
     try:
-        # Not splitlines, which also cuts at characters that JSON allows within a text.
+        # splitlines would also split at characters that JSON allows in strings.
         lines = path.read_text(encoding="utf-8").split("\n")
         for number, line in enumerate(lines[:-1], 1):  # noqa: B007 - named by the error below
-            found = line_type.validate_json(line)
-            if isinstance(found, Head):
-                heads.append(found)
+            content = line_type.validate_json(line)
+            if isinstance(content, RunHeader):
+                heads.append(content)
             else:
-                records[found.key] = found
+                records[content.key] = content
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}; give the file of a sweep.") from error
     except ValidationError as error:
@@ -160,13 +130,12 @@ def read_sweep(path: Path) -> SweepFile:
     return SweepFile(heads, list(records.values()))
 
 
-def append(path: Path, record: Head | Record) -> None:
-    """Adds a line, as `append_line` does."""
+def append(path: Path, record: RunHeader | Record) -> None:
     append_line(path, asdict(record))
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:
-    """Adds a line of JSON, complete or not at all; a broken last line is removed first."""
+    """Appends a line of JSON after removing an incomplete last line."""
     line = json.dumps(content, ensure_ascii=False) + "\n"
     with path.open("ab+") as file:
         file.seek(0)
@@ -178,11 +147,7 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
 
 
 def require_writable(output: Path) -> None:
-    """Makes the directory of a result file, before anything expensive runs.
-
-    Raises:
-        RuntimeError: the file could not be written.
-    """
+    """Creates the directory of a result file, or raises RuntimeError if it is not writable."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

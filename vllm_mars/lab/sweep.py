@@ -1,4 +1,4 @@
-"""Runs a sweep: what its file lacks is measured, here or on a Ray cluster."""
+"""Runs a sweep on this machine or on a Ray cluster, resuming from its file."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,8 @@ from vllm_mars.lab.measure import LocalRunner
 from vllm_mars.lab.plan import METHODS, STANDARD, Sweep, SweepOptions, Turn, load_sweep
 from vllm_mars.lab.ray_turns import RayRunner
 from vllm_mars.lab.records import (
-    Head,
     Record,
+    RunHeader,
     SweepFile,
     append,
     read_sweep,
@@ -39,15 +39,19 @@ def run_sweep(
     anew: bool = False,
     only: Callable[[Turn], bool] = lambda _: True,
 ) -> SweepFile:
-    """Measures what a file lacks and returns what it holds then; says on standard error how far.
+    """Measures the turns that a file lacks and returns its content; progress goes to stderr.
 
-    No process outlives the call, whichever way it ends. With `retry_failed` failed turns are
-    measured again, and with `anew` all: then what the file held moves to `output` with ".old" at
-    its end. `only` says which turns are due.
+    No process outlives the call.
+
+    Args:
+        ray: address of a Ray cluster; None for this machine.
+        retry_failed: measures failed turns again.
+        anew: measures all turns again, after renaming an existing file to `output` + ".old".
+        only: filter of the turns to measure.
 
     Raises:
         ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
-            or the file is of another sweep.
+            or the file is from another sweep.
         RuntimeError: the model cannot be made, the file is in use or cannot be written, vLLM cannot
             be imported, or the cluster cannot be used.
     """
@@ -62,10 +66,15 @@ def run_sweep(
             output.replace(f"{output}.old")
         before = read_sweep(output) if output.exists() else SweepFile((), ())
         _check_same(before, settings, output)
-        done = {it.key for it in before.records if not (retry_failed and it.measured is None)}
+        done = {
+            record.key
+            for record in before.records
+            if not (retry_failed and record.measured is None)
+        }
         due = [turn for _, turns in sweep.groups(0) for turn in turns if only(turn)]
         _check_rules(before, due, output)
-        total, left = len(due), sum(turn.key not in done for turn in due)
+        total = len(due)
+        left = sum(turn.key not in done for turn in due)
         if not left:
             say(f"all {total} turns are in {output}; --anew measures them again")
             return before
@@ -84,15 +93,17 @@ def run_sweep(
         ]
         starts = sum(len({turn.server for turn in turns}) for _, turns in groups)
         say(f"{total} turns, {total - left} of them in {output}; {starts} servers start")
-        append(output, Head(settings, options.base, describe_run(runner.gpu)))
+        append(output, RunHeader(settings, options.base, describe_run(runner.gpu)))
         measured = runner.run([group for group in groups if group[1]])
-        started, first = time.monotonic(), True
+        started = time.monotonic()
+        first = True
         for number, record in enumerate(stack.enter_context(contextlib.closing(measured)), 1):
             append(output, record)
             rest = ""
             if first:
-                # Before the first turn servers start, which would count for each of the others.
-                started, first = time.monotonic(), False
+                # The first turn includes the start of servers, which would distort the estimate.
+                started = time.monotonic()
+                first = False
             else:
                 each = (time.monotonic() - started) / (number - 1)
                 to_go = timedelta(seconds=round(each * (left - number)))
@@ -104,13 +115,12 @@ def run_sweep(
 
 
 def check_methods(options: SweepOptions) -> None:
-    """Raises ValueError, with the nearest name, if a rule is none of the installed vLLM's."""
-    asked = {(cell.config or {}).get("rejection_sample_method") for cell in options.all_cells()}
-    ours = {STANDARD, METHOD}
-    if not (unknown := {str(it) for it in asked if it} - ours):
+    """Raises ValueError, with the nearest name, if the installed vLLM lacks a method."""
+    methods = {(cell.config or {}).get("rejection_sample_method") for cell in options.all_cells()}
+    if not (unknown := {str(method) for method in methods if method} - {STANDARD, METHOD}):
         return
     try:
-        # Takes some ten seconds.
+        # Takes about ten seconds.
         from vllm.config import SpeculativeConfig
     except ImportError:
         return
@@ -125,13 +135,12 @@ def check_methods(options: SweepOptions) -> None:
 
 
 def _settings(sweep: Sweep) -> dict[str, Any]:
-    """What a file's turns have in common."""
     options = sweep.options
-    asked = json.dumps([[it.id, it.turns[0]] for it in sweep.prompts]).encode()
+    prompts = json.dumps([[prompt.id, prompt.turns[0]] for prompt in sweep.prompts]).encode()
     return {
         "model": Path(options.model).name if options.model else None,
         "prompts": len(sweep.prompts),
-        "prompts_sha256": hashlib.sha256(asked).hexdigest()[:16],
+        "prompts_sha256": hashlib.sha256(prompts).hexdigest()[:16],
         **{name: getattr(options, name) for name in ("max_tokens", "ignore_eos", "block", "seed")},
         "server_args": without_directories(options.server_args),
         "vllm": versions()["vllm"],
@@ -139,9 +148,9 @@ def _settings(sweep: Sweep) -> dict[str, Any]:
 
 
 def _check_same(file: SweepFile, settings: dict[str, Any], output: Path) -> None:
-    for head in file.heads:
+    for header in file.heads:
         for name, new in settings.items():
-            if (old := head.settings.get(name)) != new:
+            if (old := header.settings.get(name)) != new:
                 raise ValueError(
                     f"output={output} was measured with {name}={old}, but this sweep has {new}; "
                     "name another file, repeat the options of the first, or give --anew."
@@ -149,8 +158,8 @@ def _check_same(file: SweepFile, settings: dict[str, Any], output: Path) -> None
 
 
 def _check_rules(file: SweepFile, due: Sequence[Turn], output: Path) -> None:
-    """Refuses a rule that the file has under the same name with another config."""
-    known = {it.key: it.config for it in file.records}
+    """Raises if the file has a rule of the same name with another config."""
+    known = {record.key: record.config for record in file.records}
     for turn in due:
         (config,) = without_directories([json.dumps(turn.cell.config)])
         if turn.key in known and known[turn.key] != json.loads(config):
@@ -172,7 +181,6 @@ def _outcome(record: Record) -> str:
 
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Keeps a second sweep away from the file."""
     import filelock
 
     require_writable(output)

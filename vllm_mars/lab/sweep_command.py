@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_mars.lab.rows import Text
+    from vllm_mars.lab.rows import TextTable
 
 from vllm_mars.kernels.rules import RULES
 
 NEEDED = ("filelock", "pydantic", "rich", "scipy")
-# A file or a pipe has no width to keep to, and rich would cut the columns to 80 characters.
+# For files and pipes, for which rich would cut tables to 80 characters.
 FILE_WIDTH = 200
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "sweep",
         help="measure rules, drafts, temperatures and load on real vLLM servers",
@@ -66,15 +65,14 @@ def add_parser(commands: Any) -> None:
 
 
 def add_shared(add: Any) -> None:
-    """Adds what each command has that runs a sweep."""
+    """Adds the options of all commands that run a sweep."""
     add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",
         help="one more argument of every server, such as --server-arg=--max-model-len=4096; "
         "repeatable")  # fmt: skip
 
 
-def show(tables: "Iterable[Text]") -> None:
-    """Prints tables."""
+def show(tables: "Iterable[TextTable]") -> None:
     from rich.console import Console
 
     from vllm_mars.lab.rows import rich_table
@@ -84,18 +82,14 @@ def show(tables: "Iterable[Text]") -> None:
         console.print(rich_table(table))
 
 
-def run(output: Path, anew: bool, retry_failed: bool, ray: str | None = None, **given: Any) -> int:
-    """Runs the command.
-
-    Returns:
-        0, or 1 where a turn failed.
-    """
+def run(output: Path, anew: bool, retry_failed: bool, ray: str | None = None, **fields: Any) -> int:
+    """Runs the command and returns 1 if a turn failed."""
     from vllm_mars.lab.plan import SweepOptions
     from vllm_mars.lab.rows import rows, tables
     from vllm_mars.lab.sweep import run_sweep
 
-    values = {name: given.pop(name) for name in RULES if name in given}
-    options = SweepOptions(values=values, **given)
+    values = {name: fields.pop(name) for name in RULES if name in fields}
+    options = SweepOptions(values=values, **fields)
     file = run_sweep(options, output, ray=ray, retry_failed=retry_failed, anew=anew)
     show(tables(rows(file), options.base))
     return int(any(record.measured is None for record in file.records))

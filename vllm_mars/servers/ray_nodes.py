@@ -1,4 +1,4 @@
-"""Whether the nodes of a Ray cluster have what this process has; each node is asked itself."""
+"""Checks that the nodes of a Ray cluster match this process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -7,52 +7,51 @@ PROBE_SECONDS = 60.0
 
 
 def check_nodes(nodes: Iterable[dict[str, Any]], directories: Sequence[str] = ()) -> None:
-    """Compares nodes with this process, which is connected to their cluster.
+    """Compares nodes with this process, which must be connected to their cluster.
 
     Args:
         nodes: entries of `ray.nodes()`.
-        directories: that every node must have.
+        directories: directories that every node must have.
 
     Raises:
         RuntimeError: a node has another version of Ray, vLLM or this package, lacks a directory, or
-            does not answer within PROBE_SECONDS; the message names it.
+            does not answer within PROBE_SECONDS.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    look = _look()
-    probe = ray.remote(num_cpus=0, max_retries=0)(look)
-    asked = []
+    describe = _node_probe()
+    probe = ray.remote(num_cpus=0, max_retries=0)(describe)
+    answers = []
     for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        answer = probe.options(scheduling_strategy=there).remote(list(directories))
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answer = probe.options(scheduling_strategy=strategy).remote(list(directories))
         name = f"{node['NodeID'][:8]} ({node['NodeManagerHostname']}, {node['NodeManagerAddress']})"
-        asked.append((f"Ray node {name}", answer))
-    own = look([])["versions"]
-    for name, answer in asked:
+        answers.append((f"Ray node {name}", answer))
+    expected = describe([])["versions"]
+    for name, answer in answers:
         try:
-            found = ray.get(answer, timeout=PROBE_SECONDS)
+            report = ray.get(answer, timeout=PROBE_SECONDS)
         except ray.exceptions.RayError as error:
             raise RuntimeError(f"{name} cannot be asked for its versions: {error}") from error
-        for package, version in own.items():
-            if found["versions"][package] != version:
+        for package, version in expected.items():
+            if report["versions"][package] != version:
                 raise RuntimeError(
-                    f"{name} has {package} {found['versions'][package]}, but {version} is here; "
+                    f"{name} has {package} {report['versions'][package]}, but {version} is here; "
                     "install the same on all nodes."
                 )
-        if found["missing"]:
+        if report["missing"]:
             raise RuntimeError(
-                f"{name} lacks the directory {found['missing'][0]}; copy it there or use a shared "
+                f"{name} lacks the directory {report['missing'][0]}; copy it there or use a shared "
                 "file system."
             )
 
 
-def _look() -> Callable[[list[str]], dict[str, Any]]:
-    """Returns what a node runs: it gives the versions by package and the directories it lacks."""
+def _node_probe() -> Callable[[list[str]], dict[str, Any]]:
 
-    # Ray sends a nested function by value, so that a node without this package can run it; not even
-    # its annotations may name something of this package.
-    def look(directories: list[str]) -> dict[str, Any]:
+    # Ray pickles a nested function by value, so that nodes without this package can run it. Its
+    # annotations must not refer to this package either.
+    def describe(directories: list[str]) -> dict[str, Any]:
         import os
 
         import ray
@@ -60,17 +59,17 @@ def _look() -> Callable[[list[str]], dict[str, Any]]:
         try:
             from vllm_mars.servers.provenance import versions
 
-            found = versions()
+            installed = versions()
         except ModuleNotFoundError:
-            found = {}
+            installed = {}
         return {
-            # In this order: a node without this package cannot tell vLLM's.
+            # This package first, since without it vLLM's version is unknown.
             "versions": {
-                "vllm-mars": found.get("vllm_mars"),
-                "vLLM": found.get("vllm"),
+                "vllm-mars": installed.get("vllm_mars"),
+                "vLLM": installed.get("vllm"),
                 "Ray": ray.__version__,
             },
             "missing": [path for path in directories if not os.path.isdir(path)],
         }
 
-    return look
+    return describe

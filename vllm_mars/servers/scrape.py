@@ -1,4 +1,4 @@
-"""HTTP requests to vLLM servers, and what their `/metrics` count."""
+"""HTTP requests to vLLM servers and the counters of their `/metrics`."""
 
 import http.client
 import json
@@ -17,7 +17,7 @@ GENERATED_TOKENS = "vllm:generation_tokens_total"
 LOST_NATS = "vllm:mars_lost_nats_total"
 GAINED = "vllm:mars_gained_acceptance_total"
 VERIFIED = "vllm:mars_verified_positions_total"
-# Those of requests that are not strict.
+# Positions of requests that are not strict.
 RELAXABLE = "vllm:mars_relaxable_positions_total"
 REFUSED = "vllm:mars_refused_positions_total"
 DRIFT_UP = "vllm:mars_drift_up_nats_total"
@@ -25,20 +25,15 @@ DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# For child processes that ask a server on this machine.
+# Environment of child processes that send requests to this machine.
 NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> bytes:
-    """Asks a server; on this machine not through a proxy, which would not reach it.
+    """Sends a GET request or, with a body, posts JSON; uses no proxy on this machine.
 
-    Args:
-        url: what to get, or to post to.
-        timeout: in seconds.
-        body: what to post, as JSON.
-
-    Raises:
-        OSError: nothing answers, or with an HTTP error (`urllib.error.HTTPError`).
+    Raises OSError if there is no answer within `timeout` seconds, or an HTTP error
+    (`urllib.error.HTTPError`).
     """
     handlers = [urllib.request.ProxyHandler({})] if _is_here(url) else []
     opener = urllib.request.build_opener(*handlers)
@@ -48,16 +43,13 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
         with opener.open(request, timeout=timeout) as answer:
             content: bytes = answer.read()
     except http.client.HTTPException as error:
-        # A port that is no number, or what answers there is no HTTP server.
+        # The port is not a number, or not an HTTP server's.
         raise OSError(f"{url}: {error!r}") from error
     return content
 
 
 def openai_client(base_url: str, timeout: float, api_key: str = "none") -> "openai.OpenAI":
-    """A client of a server, named without `/v1`, that uses no proxy on this machine.
-
-    It does not try again, which would spoil times.
-    """
+    """Returns a client of `base_url` + "/v1", without retries, which would distort times."""
     import openai
 
     http_client = openai.DefaultHttpxClient(trust_env=not _is_here(base_url))
@@ -75,12 +67,12 @@ def _is_here(url: str) -> bool:
 
 
 def totals(url: str, timeout: float) -> dict[str, float]:
-    """Reads Prometheus metrics within so many seconds, summed over engines and models.
+    """Reads Prometheus metrics, summed over engines and models.
 
     Returns:
-        Sample name (counters end in `_total`) to value. A label other than `engine` and
-        `model_name` stays in the name, sorted: `vllm:..._per_pos_total{position="0"}`. Histogram
-        buckets are left out; their `_sum` and `_count` are there.
+        Values by sample name (counters end in `_total`). Labels other than `engine` and
+        `model_name` are part of the name, sorted: `vllm:..._per_pos_total{position="0"}`.
+        Histogram buckets are omitted, but not their `_sum` and `_count`.
 
     Raises:
         OSError: as `fetch`.
@@ -88,7 +80,7 @@ def totals(url: str, timeout: float) -> dict[str, float]:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for family in text_string_to_metric_families(fetch(url, timeout).decode()):
         for sample in family.samples:
             if not sample.name.endswith("_bucket"):
@@ -98,5 +90,5 @@ def totals(url: str, timeout: float) -> dict[str, float]:
                     if label not in ("engine", "model_name")
                 )
                 key = f"{sample.name}{{{text}}}" if text else sample.name
-                found[key] = found.get(key, 0.0) + sample.value
-    return found
+                sums[key] = sums.get(key, 0.0) + sample.value
+    return sums

@@ -17,19 +17,19 @@ LOG_TAIL_LINES = 40
 POLL_SECONDS = 0.2
 GRACE_SECONDS, KILL_SECONDS = 15.0, 5.0
 METRICS_SECONDS = 30.0
-# Set only where the user has not: a small KV cache on CPU, and no reports to the outside.
+# Used unless the user sets them: a small KV cache on CPU, and no usage reports.
 ENV_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
 
 _taken_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """Returns a free loopback port that this process has not handed out before."""
+    """Returns a free loopback port that this process has not used before."""
     while True:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        # The server binds the port seconds later; until then the kernel may offer it again.
+        # The kernel may offer a port again until the server binds it, seconds later.
         if port not in _taken_ports:
             _taken_ports.add(port)
             return port
@@ -45,19 +45,19 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a server: defaults, this process's variables, and `env` over them.
+    """Returns a server's environment: defaults, this process's variables, then `env`.
 
-    By default the Hugging Face hub is not asked for a model that is a directory.
+    The Hugging Face hub is offline by default if the model is a directory.
     """
     offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
     return {**ENV_DEFAULTS, **offline, **os.environ, **(env or {})}
 
 
 class VllmServer:
-    """Starts `vllm serve MODEL` on a free loopback port; as a context manager, ends it on exit.
+    """Runs `vllm serve MODEL` on a free loopback port, also as a context manager.
 
-    The server leads a session and process group, which `close` ends with all engine processes. If
-    this process is killed by SIGKILL, the server stays.
+    The server leads a session and process group, which `close` ends with all engine processes. It
+    outlives this process only after a SIGKILL.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class VllmServer:
         startup_timeout: float = 600.0,
         wait: bool = True,
     ) -> None:
-        """Describes the server; nothing is started yet.
+        """Describes the server without starting it.
 
         Args:
-            model: a directory or a model name, as `vllm serve` takes it.
+            model: directory or name of a model.
             args: further arguments of `vllm serve`, without `--host` and `--port`.
-            log_path: file that takes the server's output; its directory is made, the file replaced.
+            log_path: file for the server's output, replaced if it exists.
             env: variables that override the inherited environment.
             startup_timeout: seconds until the server must answer.
-            wait: whether entering the context waits until the server answers.
+            wait: whether entering the context waits for the server.
         """
         self.model = str(model)
         self.args = list(args)
@@ -103,15 +103,10 @@ class VllmServer:
         return self._process.pid
 
     def command(self) -> list[str]:
-        """Returns the command line of the server."""
-        return [
-            *(sys.executable, "-m", "vllm_mars.cli.serve", "serve", self.model),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-            *self.args,
-        ]
+        command = [sys.executable, "-m", "vllm_mars.cli.serve", "serve", self.model]
+        return [*command, "--host", "127.0.0.1", "--port", str(self.port), *self.args]
 
     def start(self) -> None:
-        """Starts the process and returns at once."""
         if self._process is not None:
             raise RuntimeError(f"the server is running already (pid {self.pid}); call close().")
         self.port = free_port()
@@ -130,15 +125,14 @@ class VllmServer:
     def wait_until_ready(self) -> None:
         """Waits until the server answers `/health`.
 
-        Raises:
-            RuntimeError: it ended or did not answer within `startup_timeout` seconds after its
-                start; the message holds the end of its log, and no process of it is left.
+        Raises RuntimeError with the end of the log if it ended or did not answer within
+        `startup_timeout` seconds after its start; then no process of it is left.
         """
         while not self.is_ready():
             time.sleep(POLL_SECONDS)
 
     def is_ready(self) -> bool:
-        """Asks once whether the server answers `/health`; raises as `wait_until_ready` does."""
+        """Checks `/health` once; raises as `wait_until_ready`."""
         self.check_alive("while starting")
         with contextlib.suppress(OSError):
             fetch(f"{self.base_url}/health", 5.0)
@@ -158,22 +152,17 @@ class VllmServer:
         code = self._process.poll()
         if code is not None:
             self.close()
-            # As a shell says it of a signal.
+            # Shell convention for signals.
             status = code if code >= 0 else 128 - code
             raise RuntimeError(
                 f"vLLM ended {when} with exit status {status}; see the log.\n{self.log_tail()}"
             )
 
     def log_tail(self) -> str:
-        """Returns the last lines of the server's log, after a line that names the file."""
         return tail(self.log_path)
 
     def metrics(self) -> dict[str, float]:
-        """Reads `/metrics`, as `scrape.totals` gives them.
-
-        Raises:
-            RuntimeError: the server is not running or does not answer.
-        """
+        """Returns `scrape.totals`, or raises RuntimeError if the server does not answer."""
         self.check_alive()
         url = f"{self.base_url}/metrics"
         try:
@@ -182,17 +171,18 @@ class VllmServer:
             raise RuntimeError(f"{url} does not answer: {error}\n{self.log_tail()}") from error
 
     def close(self) -> None:
-        """Ends the server and waits until its processes are gone; harmless when repeated."""
-        process, self._process = self._process, None
+        """Ends the server and waits for its processes; does nothing if repeated."""
+        process = self._process
+        self._process = None
         if process is None:
             return
-        # The API server ends its engine, unless it waits for clients or has been killed itself.
+        # The API server ends its engine, unless it waits for clients or was killed.
         process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
         finally:
-            # Until the group is gone; ended processes stay in it if nobody collects orphans.
+            # Until the group is gone; zombies remain in it if no init process reaps orphans.
             deadline = time.monotonic() + KILL_SECONDS
             with contextlib.suppress(ProcessLookupError):
                 while time.monotonic() < deadline:
