@@ -58,7 +58,7 @@ def check(monkeypatch, batch, logits, acceptable=None):
     monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
     uniform, log_noise = batch.uniform, batch.noise.log()
 
-    def drawn(seeds_ptr, pos_ptr, slot, row, *_):
+    def drawn(seeds_ptr, slot, row, **_):
         return filled(row, uniform, tl.load(seeds_ptr + slot), 1.0)
 
     def noised_argmax(logits, keys, mask, seed, *_, **__):

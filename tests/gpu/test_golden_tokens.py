@@ -72,7 +72,7 @@ def test_a_cpu_may_emit_what_was_written(kind):
         width = step.num_speculative_tokens + 1
         tokens = torch.tensor([[*own, *[-1] * (width - len(own))] for own in expected])
         sampling_inputs = Possible(call, tokens, q)
-        bonus = torch.tensor(sampling_inputs.behind)
+        bonus = torch.tensor(sampling_inputs.next_ids)
         found = reference.verify(
             step, call.engine_params, call.constraints, None, sampling_inputs, bonus
         )
