@@ -11,8 +11,8 @@ import pytest
 from vllm_mars.kernels.counters.table import COUNTERS, REASONS, CounterLayout
 
 LAYOUT = CounterLayout(3)
-RELAXED, VERIFIED, RELAXABLE, REFUSED = (
-    COUNTERS[name].metric for name in ("relaxed", "verified", "relaxable", "refused")
+RELAXED, VERIFIED, ACCEPTED, RELAXABLE, REFUSED = (
+    COUNTERS[name].metric for name in ("relaxed", "verified", "accepted", "relaxable", "refused")
 )
 LOST, GAINED, DRIFT_UP, DRIFT_DOWN, REQUEST_LOST = (
     COUNTERS[name].metric for name in ("lost", "gained", "drift_up", "drift_down", "ended_lost")
@@ -60,7 +60,7 @@ def exported(registry=prometheus_client.REGISTRY):
 def check_exported(samples, engine, times):
     """Whether the samples of an engine are `times` the counts of `COUNTS`."""
     assert samples[f"{RELAXABLE}_total", engine] == times * 17
-    for name, entry in ((RELAXED, "relaxed"), (VERIFIED, "verified")):
+    for name, entry in ((RELAXED, "relaxed"), (VERIFIED, "verified"), (ACCEPTED, "accepted")):
         for position, count in enumerate(COUNTS[getattr(LAYOUT, entry)]):
             assert samples[f"{name}_total", engine, str(position)] == times * count
     for reason, count in zip(REASONS, COUNTS[LAYOUT.refused], strict=True):

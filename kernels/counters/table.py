@@ -38,8 +38,12 @@ COUNTERS = {
         "Draft positions looked at: up to and including the first rejected one, by position.",
         by="position",
     ),
-    # Accepted draft tokens, as in vLLM's metric.
-    "accepted": Counter(by="position"),
+    # vLLM's metric also counts those after an answer's end.
+    "accepted": Counter(
+        "vllm:mars_accepted_tokens",
+        "Accepted draft tokens that belong to an answer, by position.",
+        by="position",
+    ),
     "relaxable": Counter(
         "vllm:mars_relaxable_positions",
         "Verified positions of requests that are not strict: at which something could be gained.",

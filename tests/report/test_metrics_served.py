@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from counts import GAINED, LOST, RELAXABLE, RELAXED, REQUEST_LOST, VERIFIED
+from counts import ACCEPTED, GAINED, LOST, RELAXABLE, RELAXED, REQUEST_LOST, VERIFIED
 from processes import wait_until
 from vllm_mars.cli.__main__ import main
 
@@ -69,7 +69,11 @@ def check_increase(rise, is_strict=False):
     # Every accepted draft token but a request's last has the next position verified.
     assert all(after <= before for before, after in zip(accepted, verified[1:], strict=False))
     assert all(a <= v for a, v in zip(accepted, verified, strict=True))
-    assert all(r <= a for r, a in zip(relaxed, accepted, strict=True))
+    # vLLM also counts tokens after an answer's end.
+    belonging = of_positions(ACCEPTED)
+    assert all(ours <= vllms for ours, vllms in zip(belonging, accepted, strict=True))
+    assert sum(belonging) <= rise["vllm:generation_tokens_total"]
+    assert all(r <= a for r, a in zip(relaxed, belonging, strict=True))
     # All of these requests are greedy.
     assert rise[f"{GAINED}_total"] == sum(relaxed)
     assert (rise[f"{LOST}_total"] > 0) == any(relaxed)
@@ -94,6 +98,9 @@ def test_a_real_server_counts_exports_and_logs(lossy_server):
     rise = ask_all(lossy_server, max_tokens=3)
     verified = sum(rise[f'{VERIFIED}_total{{position="{i}"}}'] for i in range(4))
     assert rise[f"{RELAXABLE}_total"] == verified > 0
+    accepted = sum(rise[f'{ACCEPTED}_total{{position="{i}"}}'] for i in range(4))
+    assert 0 < accepted <= rise["vllm:generation_tokens_total"]
+    assert accepted < rise["vllm:spec_decode_num_accepted_tokens_total"]
     assert check_increase(ask_all(lossy_server, theta=1), is_strict=True) == 0
     # A line each second.
     wait_until(lambda: logged() == total(), 10, "the log tells what /metrics tells")
