@@ -177,7 +177,9 @@ def serve(words):
 
 def make(words):
     # `make test ARGS=...` would hand its variables on.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))
+    }
     dry = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, env=env)
     assert dry.returncode == 0, dry.stderr
     for swept in re.findall(r"vllm-mars (sweep .*?)\|\|", dry.stdout, re.S):
