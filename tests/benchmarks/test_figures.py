@@ -315,7 +315,7 @@ def test_what_the_page_of_the_api_cannot_show_has_a_reason(name, reason):
 
 def test_the_page_of_the_api_has_each_argument_and_default():
     shown = reference.shown("Before.\n\n<!-- api: vllm_mars.ray_serve.Options -->\n")
-    assert shown.startswith("Before.\n\nWhat `serve run")
+    assert shown.startswith("Before.\n\nOptions for `serve run")
     assert "| `min_replicas` | `1` | fewest replicas;" in shown
     assert "| `routing` | `'prefix'` |" in shown and "| `runtime_env` |  |" in shown
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import pkgutil
 import re
@@ -73,6 +74,10 @@ COULD_BE = 'Drafts are fixed ("draft_sample_method": "probabilistic", the defaul
 
 def test_a_heads_repository_may_be_the_model(packaged_model, tmp_path):
     """vLLM takes the target, the method and K from its config."""
+    import vllm
+
+    if not vllm.__version__.startswith("0.32"):
+        pytest.skip("from 0.33 on the target has to be the name of a hub's repository")
     config = json.loads((PACKAGED_HEAD / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = str(packaged_model)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -219,8 +224,10 @@ def test_vllm_knows_the_variables(packaged_model, monkeypatch):
         for name in re.findall(r"\bVLLM_MARS_[A-Z_]+", path.read_text())
     }
     assert read == set(VARIABLES)
-    # The suite's own.
-    monkeypatch.delenv("VLLM_MARS_TEST_RUN", raising=False)
+    # The suite sets one, and vLLM itself sets some that it does not know.
+    for name in [*os.environ]:
+        if name.startswith("VLLM_") and name not in vllm.envs.environment_variables:
+            monkeypatch.delenv(name)
     for name in VARIABLES:
         monkeypatch.setenv(name, "strict" if name.endswith("LOCK") else "")
     options = {"fail_on_environ_validation": True}
