@@ -111,7 +111,6 @@ class Judge:
         def on_probabilistic(rows: Any, budget: Any, request: Any) -> Any:
             request.read(slice(None))
             # [draft_len, (1 + drafts) * vocab] -> a distribution for each kind of drafts
-            # Also of a request without a draft
             q = request.q.chunk(1 + len(self.drafts), dim=1)
             request.q = q[0]
             self._add(budget, lambda priced, kind: of_probabilistic(rows, request, priced, q[kind]))
