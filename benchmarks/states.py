@@ -309,7 +309,7 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
             outside = sum(values["outside"] for values in prompts.values())
             rows.append(
                 [
-                    rule,
+                    rule.replace("{}", "drafts under the request's parameters"),
                     len(prompts),
                     cell(estimate(ratio_of_means, prompts, steps)),
                     cell(compared(ratio_of_means, prompts, by_rule[STRICT], steps)),
