@@ -186,6 +186,7 @@ def findings_at(url: str) -> Iterator[Finding]:
     try:
         probe = _Probe(address)
         yield Finding("ok", f"{address} has the metrics of margin-aware verification")
+        yield probe.spent()
         yield from probe.findings()
     except RuntimeError as error:
         yield _fault(str(error))
@@ -202,6 +203,19 @@ class _Probe:
         api_key = os.environ.get("OPENAI_API_KEY", "none")
         base_url = metrics_url.removesuffix("/metrics")
         self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
+
+    def spent(self) -> Finding:
+        """Reports the gain and the loss of the server's answers before this probe."""
+        tokens = _total(self._before, GENERATED_TOKENS)
+        if not tokens:
+            return Finding("note", "it has answered nothing yet")
+        gained = _total(self._before, GAINED)
+        lost = _total(self._before, LOST_NATS)
+        return Finding(
+            "ok",
+            f"since its start: {tokens:.0f} tokens, of which MARS gained {gained / tokens:.1%}, "
+            f"at a loss of {lost / tokens:.4f} nats per token",
+        )
 
     def findings(self) -> Iterator[Finding]:
         """Sends one prompt after another until the rule has gained something."""
