@@ -7,9 +7,9 @@ in benchmarks/results/NAME.json. A cell is a text, a number, a number with the e
 or null; a row of one cell is a heading. A column has a title, the format of its numbers (null hides
 it) and maybe the views that show it: `<!-- figures: NAME gain -->` is the view `gain`.
 
-Tables computed from several files are `headline` (README), `bounds`, `answers` and `theta`
-(`ACROSS`), and `effects`, which pools rows of one question by inverse variance, as if they were
-independent, without temperature 0.4, at which a bound gains little.
+Tables computed from a file's rows are `headline` (README), `bounds` and `drafts` (`BY_SETTING`),
+`answers` and `theta` (`ACROSS`), and `effects`, which pools rows of one question by inverse
+variance, as if they were independent, without temperature 0.4, at which a bound gains little.
 
 index.json has, for each file, the meaning of a cell, the dependencies and, if these have changed
 since, a note for each of its tables (`stale`), which a test compares with git. The site shows the
@@ -41,16 +41,27 @@ PLACE = re.compile(
 BOUND = "mars_max_loss 0.02"
 TODAY, DEFAULT = "bound 0.02", "x vLLM's default"
 GAIN, ENDED = "tokens per step x strict", "where answers ended"
+# Tables with a row per setting and a column per rule: the files, and the rules by column title.
+BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "bounds": (
+        ("states", "pair-states"),
+        {f"bound {bound}": f"bound {bound}" for bound in ("0.005", "0.02", "0.05")},
+    ),
+    "drafts": (
+        ("drafts",),
+        {
+            "strict, new drafts": "strict, drafts under the request's parameters",
+            "bound 0.02, vLLM's drafts": "bound 0.02",
+            "bound 0.02, new drafts": "bound 0.02, drafts under the request's parameters",
+            "and at 0.85 of the temperature": "bound 0.02, drafts at 0.85 of the temperature",
+        },
+    ),
+}
+# Model names in headings; the packaged model has none.
+MODELS = {"qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B", "": "SmolLM2-135M"}
 # Tables with a column per temperature: the format of a gain; by row title the file, the rules, of
 # which each temperature shows the first that it has, and the column.
 ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
-    "bounds": (
-        ".3f",
-        {
-            f"bound {bound}": ("states", (f"bound {bound}",), "x strict")
-            for bound in ("0.005", "0.02", "0.05")
-        },
-    ),
     "answers": (
         ".3f",
         {
@@ -208,6 +219,35 @@ def across(form: str, chosen: dict[str, tuple[str, tuple[str, ...], str]]) -> It
     return table(["", *columns], [list(row) for row in zip(chosen, *columns.values(), strict=True)])
 
 
+def by_setting(names: Iterable[str], rules: dict[str, str]) -> Iterable[str]:
+    """Returns the lines of a table of gains over strict, each followed by the loss if there is one.
+
+    It has a row for each heading of the files, in bold for each model, and a column for each rule.
+    """
+    headings: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in names:
+        for heading, rule, row in cells(name):
+            headings.setdefault(heading, {})[rule] = row
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        lost = row["nats per token"]
+        lost = lost[0] if isinstance(lost, list) else lost
+        return f"{text(row['x strict'], '.3f')}{f' for {lost:.3f}' if lost else ''}"
+
+    body: list[list[str]] = []
+    for heading, by_rule in headings.items():
+        first, _, rest = heading.partition(", ")
+        model, setting = ("", heading) if TEMPERATURE.match(first) else (first, rest)
+        title = f"**{MODELS[model]}**"
+        if [title] not in (row[:1] for row in body):
+            body.append([title, *[""] * len(rules)])
+        setting = setting.replace(", probabilistic drafts", "").replace(", K 4", "")
+        body.append([setting, *(cell(by_rule.get(rule)) for rule in rules.values())])
+    return table(["", *rules], body)
+
+
 def pooled(estimates: Sequence[Sequence[float]]) -> list[float] | None:
     """Pools values with their intervals by inverse variance."""
     weights = [(2 * 1.96 / (high - low)) ** 2 for _, low, high in estimates]
@@ -278,11 +318,14 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
 
     `view` is "" for all columns; the link is relative to the page's `directory`.
     """
-    names = [name]
+    names: Sequence[str] = [name]
     if name in ACROSS:
         form, chosen = ACROSS[name]
         names = [*dict.fromkeys(file for file, *_ in chosen.values())]
         yield from across(form, chosen)
+    elif name in BY_SETTING:
+        names, rules = BY_SETTING[name]
+        yield from by_setting(names, rules)
     elif name == "headline":
         names = ["states"]
         yield from headline()

@@ -1,4 +1,4 @@
-"""Draws the SVG pictures of the pages: a step, and the gain of bounds by their cost.
+"""Draws the SVG pictures of the pages: a step, the gain of bounds by their cost, and theta.
 
     make figures        # a test compares
 
@@ -34,6 +34,9 @@ LINES = {
     "temperature 0.4": ("temperature 0.4", "quiet"),
     "greedy": ("greedy", "text"),
 }
+RIGHT = "right less strict's, points"
+# Lines of the picture of theta: task in benchmarks/results/pair.json to name and colour.
+TASKS = {"gsm8k": ("GSM8K", "good"), "humaneval": ("HumanEval", "paid")}
 
 
 class Picture:
@@ -174,7 +177,7 @@ def gains() -> Picture:
     for percent in range(0, max_percent + 1, 5):
         _, y = place(0, 1 + percent / 100)
         picture.line([(left, y), (right, y)], "edge", width=1)
-        picture.text(left - 8, y + 5, f"{percent} %", "quiet", size=14, anchor="end")
+        picture.text(left - 8, y + 5, f"{percent}%", "quiet", size=14, anchor="end")
     for tick in (0.0, 0.02, 0.04, 0.06):
         anchor = "end" if tick == max_nats else "middle"
         x, _ = place(tick, 1)
@@ -194,9 +197,62 @@ def gains() -> Picture:
     return picture
 
 
+def theta() -> Picture:
+    """Draws tokens per step and right answers by theta, relative to strict verification."""
+    picture = Picture(470, "Tokens per step and right answers by theta, relative to strict")
+    left, right = MARGIN + 48, WIDTH - MARGIN - 14
+    least = 0.84
+
+    def x_of(value: float) -> float:
+        return left + (right - left) * (1 - value) / (1 - least)
+
+    panels = (
+        ("more tokens per step", 66, 200, (0, 30), (0, 10, 20, 30), "tokens per step x strict"),
+        ("right answers, points", 256, 410, (-40, 20), (-40, -20, 0, 20), RIGHT),
+    )
+    for title, top, bottom, (low, high), ticks, column in panels:
+
+        def y_of(
+            value: float, top: int = top, bottom: int = bottom, low: int = low, high: int = high
+        ) -> float:
+            return bottom - (bottom - top) * (value - low) / (high - low)
+
+        picture.text(MARGIN, top - 20, title, bold=True)
+        for tick in ticks:
+            picture.line([(left, y_of(tick)), (right, y_of(tick))], "edge", width=1)
+            sign = "−" if tick < 0 else "+" if tick else ""
+            unit = "%" if column != RIGHT else ""
+            picture.text(
+                left - 8, y_of(tick) + 5, f"{sign}{abs(tick)}{unit}", "quiet", size=14, anchor="end"
+            )
+        for offset, (task, (_, colour)) in zip((-2.5, 2.5), TASKS.items(), strict=True):
+            rows = [
+                (float(rule.split()[1]), row[column])
+                for heading, rule, row in figures.cells("pair")
+                if heading.startswith(f"{task}, greedy") and rule.startswith("mars_theta")
+            ]
+            points = [(x_of(1), y_of(0))]
+            for value, cell in sorted(rows, reverse=True):
+                x = x_of(value) + offset
+                y, *ends = (y_of(v if column == RIGHT else 100 * (v - 1)) for v in cell)
+                points.append((x, y))
+                picture.line([(x, end) for end in ends], colour, width=1.5)
+                picture.dot(x, y, colour)
+            picture.line(points, colour)
+    for value in (1, 0.96, 0.92, 0.88, 0.84):
+        picture.text(x_of(value), 432, f"{value:g}", "quiet", size=14, anchor="middle")
+    picture.text(WIDTH / 2, 456, "theta; 1 is strict", "quiet", size=14, anchor="middle")
+    for index, (name, colour) in enumerate(TASKS.values()):
+        x = WIDTH - MARGIN - 210 + 100 * index
+        picture.dot(x, 41, colour)
+        picture.text(x + 10, 46, name, size=14)
+    return picture
+
+
 PICTURES = {
     "step.svg": step,
     "gain.svg": gains,
+    "theta.svg": theta,
 }
 
 

@@ -309,7 +309,7 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
             outside = sum(values["outside"] for values in prompts.values())
             rows.append(
                 [
-                    rule.replace("{}", "drafts under the request's parameters"),
+                    title(rule),
                     len(prompts),
                     cell(estimate(ratio_of_means, prompts, steps)),
                     cell(compared(ratio_of_means, prompts, by_rule[STRICT], steps)),
@@ -324,6 +324,21 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
                 ]
             )
     return rows
+
+
+def title(rule: str) -> str:
+    """Returns a rule with its draft distribution in words."""
+    name, _, fields = rule.partition(", ")
+    if not fields:
+        return name
+    drafts = DrawnUnder(**json.loads(fields))
+    changes = [
+        *([f"at {drafts.share:g} of the temperature"] if drafts.share != 1 else []),
+        *([f"at a top-p larger by {drafts.margin:g}"] if drafts.margin else []),
+        *(["without top-k and top-p"] if drafts.margin is None else []),
+        *(["without penalties"] if not drafts.penalties else []),
+    ]
+    return f"{name}, drafts " + (" and ".join(changes) or "under the request's parameters")
 
 
 def setting(line: dict[str, Any]) -> tuple[str, str, int, float]:

@@ -357,7 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("output", type=Path, nargs="+", help="JSON lines; of a report, several or compressed ones")
     add("--model", type=Path, help="directory of the target")
     add("--draft", type=Path, help="directory of the draft model or head")
-    add("--tasks", nargs="+", type=_task, default=[], metavar="NAME=FILE")
+    add("--tasks", nargs="+", type=task_file, default=[], metavar="NAME=FILE")
     add("--rules", nargs="+", default=[STRICT, "mars_max_loss=0.02"])
     add("--sampling", type=json.loads, default={}, help="sampling parameters as JSON; else greedy")
     add("--seeds", type=int, default=1, help="answers of a sampled request")
@@ -380,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
     measure(args)
 
 
-def _task(given: str) -> tuple[str, Path]:
+def task_file(given: str) -> tuple[str, Path]:
     name, _, path = given.partition("=")
     if not path:
         raise argparse.ArgumentTypeError(f"{given} is not NAME=FILE.")
