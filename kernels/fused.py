@@ -2,14 +2,14 @@
 
 Symbols: B requests, R rows, S splits of a row.
 
-    rows_kernel      grid (R, S)       z1 with its id, and the statistics of a split that the rule
-                                       needs
-    clip_kernel      grid (R,)         probabilistic drafts: the served distribution of each row
-    mass_kernel      grid (R, blocks)  probabilistic drafts of several tokens: see `block_verify`
-    accept_kernel    grid (B,)         accepts draft tokens; writes the output and the counters
-    resample_kernel  grid (B, blocks)  sampled requests: the token after the accepted drafts
-
-`constraints_kernel` has run before: its result is an input.
+    constraints_kernel  grid (B,)         the rows that the preceding text makes strict, if an
+                                          option depends on the text
+    rows_kernel         grid (R, S)       z1 with its id, and the statistics of a split that the
+                                          rule needs
+    clip_kernel         grid (R,)         probabilistic drafts: the served distribution of a row
+    mass_kernel         grid (R, blocks)  several probabilistic drafts: see `block_verify`
+    accept_kernel       grid (B,)         accepts draft tokens; writes the output and the counters
+    resample_kernel     grid (B, blocks)  sampled requests: the token after the accepted drafts
 
 Bytes moved: each row once, except bonus rows of sampled requests; for each of those requests one
 row again; logits of draft tokens and preserved tokens; partials and outputs. Probabilistic drafts:
@@ -22,8 +22,10 @@ import torch
 
 from vllm_mars.kernels.accept.fused import accept
 from vllm_mars.kernels.block_verify.fused import sum_residuals
+from vllm_mars.kernels.constraints.fused import compute_constraints
 from vllm_mars.kernels.counters.table import CounterLayout
 from vllm_mars.kernels.interface import (
+    ConstraintInputs,
     Constraints,
     EngineParams,
     SamplingInputs,
@@ -38,19 +40,21 @@ from vllm_mars.kernels.served_dist.fused import clip_rows
 def verify(
     step: VerifyInputs,
     engine_params: EngineParams,
-    constraints: Constraints | None = None,
+    constraints: ConstraintInputs | Constraints | None = None,
     step_counters: StepCounters | None = None,
     sampling_inputs: SamplingInputs | None = None,
 ) -> VerifyOutput:
     """Verifies a step and adds the losses of its requests to their records.
 
     As `kernels.reference.verify`, but tokens are int64, and logits of sampled requests are fully
-    processed unless `sampling_inputs.apply_temperature`.
+    processed unless `sampling_inputs.apply_temperature`. `ConstraintInputs` are computed first.
     """
     output = _new_output(step)
     step_counters = _with_buffers(step_counters, step)
     if not step.slots.shape[0]:
         return output
+    if isinstance(constraints, ConstraintInputs):
+        constraints = compute_constraints(step, constraints)
     reduced = reduce_rows(step, engine_params, constraints, sampling_inputs)
     clipped = masses = None
     if sampling_inputs is not None and sampling_inputs.sampling.draft_logits is not None:

@@ -292,6 +292,22 @@ class Constraints(NamedTuple):
     followers: torch.Tensor
 
 
+class ConstraintInputs(NamedTuple):
+    """The text of requests and the options that depend on it."""
+
+    # [S, width] int32, from `constraints.fused.new_ring`; the width is a power of 2
+    ring: torch.Tensor
+    # [S, max_len] int32, the tokens of each slot
+    tokens: torch.Tensor
+    # [S] float32
+    temperature: torch.Tensor
+    markers: "Markers | None"
+    # Longest n-gram that is checked, in tokens, >= 2; 0 for none.
+    ngram: int
+    # Whether the drafter repeats the last token if it has no proposal.
+    pads_with_last_token: bool = False
+
+
 class Markers(NamedTuple):
     """Markers of `kernels.constraints.markers` as a table on a device."""
 

@@ -15,8 +15,8 @@ from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import (
     MAX_FOLLOWERS,
     NGRAM_WINDOW,
+    ConstraintInputs,
     Constraints,
-    Markers,
     VerifyInputs,
 )
 from vllm_mars.kernels.launch import launch_cache_for
@@ -301,24 +301,10 @@ def constraints_kernel(
     tl.store(constraints.num_followers + end - 1, tl.zeros([], tl.int32))
 
 
-def compute_constraints(
-    ring: torch.Tensor,
-    tokens: torch.Tensor,
-    step: VerifyInputs,
-    temperature: torch.Tensor,
-    markers: Markers | None,
-    ngram: int,
-    pads_with_last_token: bool = False,
-) -> Constraints:
+def compute_constraints(step: VerifyInputs, inputs: ConstraintInputs) -> Constraints:
     """Computes the constraints of each row, and updates marker states and ring buffers.
 
-    Shapes are those of `constraints_kernel`. The logits' values are not read. The next step
-    overwrites the result.
-
-    Args:
-        ring: from `new_ring`; its width may be any power of 2.
-        ngram: longest n-gram that is checked, in tokens, >= 2; 0 switches the check off.
-        pads_with_last_token: whether the drafter repeats the last token if it has no proposal.
+    The logits' values are not read. The next step overwrites the result.
     """
     batch = step.slots.shape[0]
     num_rows = step.input_ids.shape[0]
@@ -326,7 +312,7 @@ def compute_constraints(
     device = step.input_ids.device
     constraints = _cached_constraints(bucket_size(num_rows, 256), device)
     seen = _none_seen(bucket_size(batch, 64), -(-vocab // 32), device)
-    table, opening = (None, 0) if markers is None else markers
+    table, opening = (None, 0) if inputs.markers is None else inputs.markers
     launch_cache = launch_cache_for(device, step.slots.dtype, step.input_ids.dtype, table is None)
     launch_cache.launch(
         constraints_kernel,
@@ -336,21 +322,21 @@ def compute_constraints(
         seen.shape[1],
         vocab,
         step.records.table,
-        ring,
+        inputs.ring,
         step.slots,
-        tokens,
-        tokens.stride(0),
+        inputs.tokens,
+        inputs.tokens.stride(0),
         step.total_len,
         step.prompt_len,
-        temperature,
+        inputs.temperature,
         step.input_ids,
         step.cu_num_logits,
         table,
         0 if table is None else table.shape[0],
         opening,
-        pads_with_last_token,
-        ngram,
-        ring.shape[1],
+        inputs.pads_with_last_token,
+        inputs.ngram,
+        inputs.ring.shape[1],
         enable_fp_fusion=False,
     )
     return constraints

@@ -13,8 +13,7 @@ from vllm_mars.kernels import fused
 from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
 from vllm_mars.kernels.constraints.markers import IN_THINKING, MarkerTracker
 from vllm_mars.kernels.constraints.naive import NgramIndex, cpu_constraints
-from vllm_mars.kernels.interface import Column, Records
-from vllm_mars.kernels.interface import VerifyInputs as StepInputs
+from vllm_mars.kernels.interface import Column, ConstraintInputs, Records, VerifyInputs
 from vllm_mars.kernels.served_dist import fused as clip_kernel
 from vllm_mars.kernels.served_dist.naive import TOLERANCE
 
@@ -158,15 +157,15 @@ def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
     records.table[0, Column.SCOPE] = IN_THINKING
     records.value.fill_(1)
     logits = torch.empty((len(inputs), 30), device=DEVICE)
-    step = StepInputs(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
-    found = compute_constraints(
-        new_ring(1, DEVICE),
-        ids([answer]),
-        step,
-        torch.full((1,), temperature, device=DEVICE),
-        tracker.markers(DEVICE),
-        3,
+    step = VerifyInputs(logits, inputs, ends, records, zero, ids([length]), zero, len(draft))
+    constraint_inputs = ConstraintInputs(
+        ring=new_ring(1, DEVICE),
+        tokens=ids([answer]),
+        temperature=torch.full((1,), temperature, device=DEVICE),
+        markers=tracker.markers(DEVICE),
+        ngram=3,
     )
+    found = compute_constraints(step, constraint_inputs)
     state = tracker.advance(0, answer)
     reasons = tracker.blocked(state, draft, IN_THINKING)
     repeated = NgramIndex(3).before(answer, draft)

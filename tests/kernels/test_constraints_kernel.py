@@ -16,6 +16,7 @@ from vllm_mars.kernels.interface import (
     MAX_FOLLOWERS,
     RECORD_SIZE,
     Column,
+    ConstraintInputs,
     Records,
     Verdict,
     VerifyInputs,
@@ -136,8 +137,15 @@ class Batch:
         logits = torch.empty(len(rows), max(self.kinds, 4))
         own = self.records, torch.tensor(slots), total, prompt, 0
         step = VerifyInputs(logits, ids(rows), ends, *own)
-        own = self.temperature, self.markers, self.ngram, self.pads_with_last_token
-        constraints = listed(compute_constraints(self.ring, table, step, *own), len(rows))
+        constraint_inputs = ConstraintInputs(
+            ring=self.ring,
+            tokens=table,
+            temperature=self.temperature,
+            markers=self.markers,
+            ngram=self.ngram,
+            pads_with_last_token=self.pads_with_last_token,
+        )
+        constraints = listed(compute_constraints(step, constraint_inputs), len(rows))
         size = bucket_size(len(slots), 64), -(-logits.shape[1] // 32)
         known = constraints_kernel._none_seen.cache_info().misses
         assert not constraints_kernel._none_seen(*size, logits.device).any()

@@ -19,6 +19,7 @@ from vllm_mars.kernels.counters import fused as beside
 from vllm_mars.kernels.counters.table import CounterLayout
 from vllm_mars.kernels.drafted.fused import count_drafted
 from vllm_mars.kernels.interface import (
+    ConstraintInputs,
     CpuConstraints,
     EngineParams,
     Markers,
@@ -79,9 +80,15 @@ def verify(name, sampling=None, most=5, apply_temperature=False):
 def look():
     markers = Markers(ONE.long(), opening=8)
     ring = constraints_kernel.new_ring(1, ONE.device)
-    constraints_kernel.compute_constraints(
-        ring, ids(1, 9), step(), torch.ones(1), markers, 4, pads_with_last_token=True
+    constraint_inputs = ConstraintInputs(
+        ring=ring,
+        tokens=ids(1, 9),
+        temperature=torch.ones(1),
+        markers=markers,
+        ngram=4,
+        pads_with_last_token=True,
     )
+    constraints_kernel.compute_constraints(step(), constraint_inputs)
 
 
 def count_ended():

@@ -10,9 +10,10 @@ import triton.language as tl
 
 from benchmarks import launcher
 from vllm_mars.kernels import fused, launch
-from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
+from vllm_mars.kernels.constraints.fused import new_ring
 from vllm_mars.kernels.counters.table import CounterLayout
 from vllm_mars.kernels.interface import (
+    ConstraintInputs,
     EngineParams,
     Markers,
     Protected,
@@ -86,9 +87,13 @@ class Steps:
         step = VerifyInputs(self.rows(size), self.ids(size), self.view(batch), *own)
         constraints, sampling_inputs = None, None
         if self.markers is not None or self.ngram or self.pads_with_last_token:
-            text = self.view(SLOTS, 64), step, torch.ones(SLOTS), self.markers
-            constraints = compute_constraints(
-                new_ring(SLOTS, CPU), *text, self.ngram, self.pads_with_last_token
+            constraints = ConstraintInputs(
+                ring=new_ring(SLOTS, CPU),
+                tokens=self.view(SLOTS, 64),
+                temperature=torch.ones(SLOTS),
+                markers=self.markers,
+                ngram=self.ngram,
+                pads_with_last_token=self.pads_with_last_token,
             )
         if self.rng.random() < 0.7:
             sampling = SamplingTensors(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))

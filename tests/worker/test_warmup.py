@@ -7,9 +7,15 @@ import torch
 from benchmarks.launcher import without_compiling
 from vllm_mars import MarsConfig
 from vllm_mars.kernels import fused
-from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
+from vllm_mars.kernels.constraints.fused import new_ring
 from vllm_mars.kernels.constraints.markers import MarkerTracker
-from vllm_mars.kernels.interface import Records, SamplingInputs, SamplingTensors, VerifyInputs
+from vllm_mars.kernels.interface import (
+    ConstraintInputs,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    VerifyInputs,
+)
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
 from vllm_mars.worker.engine_params import LazyEngineParams
@@ -53,11 +59,16 @@ class Engine:
         longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
         return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
 
-    def constraints(self, step: VerifyInputs, tokens: torch.Tensor):
+    def constraints(self, tokens: torch.Tensor):
         if not (self.tracker or self.config.repeat_ngram):
             return None
-        own = torch.ones(SLOTS), self.markers, self.config.repeat_ngram
-        return compute_constraints(self.ring, tokens, step, *own)
+        return ConstraintInputs(
+            ring=self.ring,
+            tokens=tokens,
+            temperature=torch.ones(SLOTS),
+            markers=self.markers,
+            ngram=self.config.repeat_ngram,
+        )
 
     def returns(self) -> dict[int, str]:
         return {0: "a request"} if self.rng.random() < 0.5 else {}
@@ -75,7 +86,7 @@ class Engine:
             rows = rows.float()
         given = rows, self.view(size), self.view(batch), self.records, slots, *request_tensors
         step, sampling_inputs = VerifyInputs(*given, num_speculative_tokens=K), None
-        constraints = self.constraints(step, self.view(SLOTS, 64))
+        constraints = self.constraints(self.view(SLOTS, 64))
         if self.rng.random() < 0.5:
             sampling = SamplingTensors(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
             if self.is_probabilistic:

@@ -12,10 +12,10 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBufferPool
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
-from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
+from vllm_mars.kernels.constraints.fused import new_ring
 from vllm_mars.kernels.constraints.markers import MarkerTracker
 from vllm_mars.kernels.counters.fused import count_ended
-from vllm_mars.kernels.interface import Column, Constraints, Markers, Records, VerifyInputs
+from vllm_mars.kernels.interface import Column, ConstraintInputs, Markers, Records, VerifyInputs
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.requests import options_of
 from vllm_mars.report.counters import Counters
@@ -362,8 +362,8 @@ class RequestsV2(LogitsProcessor):
         # [S], float32; the others are as in `VerifyInputs`.
         temperature: torch.Tensor,
         num_speculative_tokens: int,
-    ) -> tuple[VerifyInputs, Constraints | None]:
-        """Builds the inputs of a step, with constraints if any option depends on the text."""
+    ) -> tuple[VerifyInputs, ConstraintInputs | None]:
+        """Builds the inputs of a step, and of its constraints if any option depends on the text."""
         states = self._req_states
         step = VerifyInputs(
             logits=logits,
@@ -377,16 +377,14 @@ class RequestsV2(LogitsProcessor):
         )
         if not self._may_block:
             return step, None
-        constraints = compute_constraints(
+        return step, ConstraintInputs(
             ring=self._ring,
             tokens=states.all_token_ids.gpu,
-            step=step,
             temperature=temperature,
             markers=self._markers,
             ngram=self._config.repeat_ngram,
             pads_with_last_token=self.pads_with_last_token,
         )
-        return step, constraints
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
         """Returns the ids of requests that want a report, by batch index."""

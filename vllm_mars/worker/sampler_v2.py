@@ -171,7 +171,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         step_counters = self.reports.step_counters(len(idx_mapping_np), logits.device, returns)
         temperature = states.temperature.gpu
         shared = _shared(processed, draft_logits)
-        step, constraints = self.requests.step(
+        step, constraint_inputs = self.requests.step(
             logits=shared,
             input_ids=verify_draft_sampled,
             cu_num_logits=cu_num_logits[1:],
@@ -200,7 +200,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         output = fused.verify(
             step,
             self.engine_params.on(shared),
-            constraints=constraints,
+            constraints=constraint_inputs,
             step_counters=step_counters,
             sampling_inputs=sampling_inputs,
         )

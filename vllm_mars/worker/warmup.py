@@ -8,9 +8,15 @@ kernels of `counters.fused` are compiled by vLLM's warm-up requests, which are s
 import torch
 
 from vllm_mars.kernels import fused
-from vllm_mars.kernels.constraints.fused import compute_constraints, new_ring
+from vllm_mars.kernels.constraints.fused import new_ring
 from vllm_mars.kernels.constraints.markers import MarkerTracker
-from vllm_mars.kernels.interface import Records, SamplingInputs, SamplingTensors, VerifyInputs
+from vllm_mars.kernels.interface import (
+    ConstraintInputs,
+    Records,
+    SamplingInputs,
+    SamplingTensors,
+    VerifyInputs,
+)
 from vllm_mars.report.worker import StepReports
 from vllm_mars.worker.engine_params import LazyEngineParams
 
@@ -61,12 +67,11 @@ def warm_up(
             prompt_len=zero,
             num_speculative_tokens=reports.num_speculative_tokens,
         )
-        constraints = None
+        constraint_inputs = None
         if markers is not None or ngram or pads_with_last_token:
-            constraints = compute_constraints(
+            constraint_inputs = ConstraintInputs(
                 ring=new_ring(1, device),
                 tokens=zero[None],
-                step=step,
                 temperature=float_one,
                 markers=markers,
                 ngram=ngram,
@@ -79,7 +84,7 @@ def warm_up(
             fused.verify(
                 step,
                 engine_params.on(rows),
-                constraints=constraints,
+                constraints=constraint_inputs,
                 step_counters=reports.step_counters(1, device, {}),
                 sampling_inputs=variant,
             )
