@@ -7,7 +7,7 @@ in benchmarks/results/NAME.json. A cell is a text, a number, a number with the e
 or null; a row of one cell is a heading. A column has a title, the format of its numbers (null hides
 it) and maybe the views that show it: `<!-- figures: NAME gain -->` is the view `gain`.
 
-Tables computed from a file's rows are `headline` (README), `bounds` and `drafts` (`BY_SETTING`),
+Tables computed from a file's rows are `headline`, `bounds` and `drafts` (`BY_SETTING`),
 `answers` and `theta` (`ACROSS`), and `effects`, which pools rows of one question by inverse
 variance, as if they were independent, without temperature 0.4, at which a bound gains little.
 
@@ -39,13 +39,19 @@ PLACE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 BOUND = "mars_max_loss 0.02"
-TODAY, DEFAULT = "bound 0.02", "x vLLM's default"
 GAIN, ENDED = "tokens per step x strict", "where answers ended"
-# Tables with a row per setting and a column per rule: the files, and the rules by column title.
-BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+# Tables with a row per setting and a column per rule: the files, the rules by column title, and a
+# pattern of settings to omit.
+BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
+    "headline": (
+        ("pair-states", "states"),
+        {"MARS / lossless, nats lost per token": "bound 0.02"},
+        "fixed|K 8|0.4",
+    ),
     "bounds": (
         ("states", "pair-states"),
         {f"bound {bound}": f"bound {bound}" for bound in ("0.005", "0.02", "0.05")},
+        "",
     ),
     "drafts": (
         ("drafts",),
@@ -55,6 +61,7 @@ BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "bound 0.02, new drafts": "bound 0.02, drafts under the request's parameters",
             "and at 0.85 of the temperature": "bound 0.02, drafts at 0.85 of the temperature",
         },
+        "",
     ),
 }
 # Model names in headings; the packaged model has none.
@@ -219,10 +226,10 @@ def across(form: str, chosen: dict[str, tuple[str, tuple[str, ...], str]]) -> It
     return table(["", *columns], [list(row) for row in zip(chosen, *columns.values(), strict=True)])
 
 
-def by_setting(names: Iterable[str], rules: dict[str, str]) -> Iterable[str]:
+def by_setting(names: Iterable[str], rules: dict[str, str], omitted: str = "") -> Iterable[str]:
     """Returns the lines of a table of gains over strict, each followed by the loss if there is one.
 
-    It has a row for each heading of the files, in bold for each model, and a column for each rule.
+    It has a row for each model and each heading of the files, and a column for each rule.
     """
     headings: dict[str, dict[str, dict[str, Any]]] = {}
     for name in names:
@@ -236,15 +243,19 @@ def by_setting(names: Iterable[str], rules: dict[str, str]) -> Iterable[str]:
         lost = lost[0] if isinstance(lost, list) else lost
         return f"{text(row['x strict'], '.3f')}{f' for {lost:.3f}' if lost else ''}"
 
-    body: list[list[str]] = []
+    bodies: dict[str, list[list[str]]] = {model: [] for model in MODELS}
     for heading, by_rule in headings.items():
+        if omitted and re.search(omitted, heading):
+            continue
         first, _, rest = heading.partition(", ")
         model, setting = ("", heading) if TEMPERATURE.match(first) else (first, rest)
-        title = f"**{MODELS[model]}**"
-        if [title] not in (row[:1] for row in body):
-            body.append([title, *[""] * len(rules)])
         setting = setting.replace(", probabilistic drafts", "").replace(", K 4", "")
-        body.append([setting, *(cell(by_rule.get(rule)) for rule in rules.values())])
+        bodies[model].append([setting, *(cell(by_rule.get(rule)) for rule in rules.values())])
+    body = [
+        row
+        for model, rows in bodies.items()
+        for row in ([[f"**{MODELS[model]}**", *[""] * len(rules)], *rows] if rows else [])
+    ]
     return table(["", *rules], body)
 
 
@@ -292,21 +303,6 @@ def effects() -> Iterable[str]:
     return table(["", *bounds, "0.02 would show"], body)
 
 
-def headline() -> Iterable[str]:
-    """Returns the lines of README's table, with a row per temperature."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for heading, rule, row in cells("states"):
-        # The first has four probabilistic drafts.
-        rows.setdefault((heading.split(", ")[0], rule), row)
-    body = []
-    for at in dict.fromkeys(at for at, _ in rows):
-        strict, mars = rows[at, "strict"], rows[at, TODAY]
-        ratios = [text(cell, ".2f") for cell in (strict[DEFAULT], mars["x strict"], mars[DEFAULT])]
-        body.append([at, *ratios, text(mars["nats per token"][0], ".3f")])
-    titles = ["lossless / vLLM's default", "MARS / lossless", "MARS / vLLM's default"]
-    return table(["requests", *titles, "nats lost per token"], body)
-
-
 def index() -> dict[str, dict[str, Any]]:
     path = RESULTS / "index.json"
     entries: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
@@ -324,11 +320,8 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
         names = [*dict.fromkeys(file for file, *_ in chosen.values())]
         yield from across(form, chosen)
     elif name in BY_SETTING:
-        names, rules = BY_SETTING[name]
-        yield from by_setting(names, rules)
-    elif name == "headline":
-        names = ["states"]
-        yield from headline()
+        names, rules, omitted = BY_SETTING[name]
+        yield from by_setting(names, rules, omitted)
     elif name == "effects":
         names = pooled_files()
         yield from effects()

@@ -219,6 +219,27 @@ def test_a_table_across_temperatures(folder):
     )[2:] == ["| a | 1.20 (1.10–1.30) | 1.40 |", "| ended | 1.10 | 1.00 |"]
 
 
+def test_a_table_by_model_and_setting(folder):
+    columns = [["rule", ""], ["x strict", ".3f"], ["nats per token", ".4f"]]
+    model = "qwen2.5-coder-1.5b-instruct"
+    rows = [
+        *(["greedy, K 4"], ["strict", 1.0, 0.0], ["bound 0.02", [1.12, 1.1, 1.14], [0.023, 0, 1]]),
+        *(["temperature 1, fixed drafts, K 4"], ["bound 0.02", [1.08, 1.07, 1.09], [0.02, 0, 1]]),
+        *([f"{model}, temperature 1, probabilistic drafts, K 8"], ["strict", 1.0, 0.0]),
+    ]
+    (figures.RESULTS / "new.json").write_text(
+        json.dumps(TABLE | {"columns": columns, "rows": rows})
+    )
+    assert list(figures.by_setting(["new"], {"0.02": "bound 0.02", "none": "strict"}, "fixed")) == [
+        "|  | 0.02 | none |",
+        "| --- | ---: | ---: |",
+        "| **Qwen2.5-Coder-1.5B** |  |  |",
+        "| temperature 1, K 8 |  | 1.000 |",
+        "| **SmolLM2-135M** |  |  |",
+        "| greedy | 1.120 (1.100–1.140) for 0.023 | 1.000 |",
+    ]
+
+
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.stem)
 def test_no_table_is_wider_than_a_page(page):
     rules = re.findall(r"^\|(?: ?:?-+:? ?\|)+$", page.read_text(), re.M)
