@@ -76,6 +76,7 @@ def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
 @triton.jit
 def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Two largest values of each chunk, [CHUNKS] each, by a tree within one thread."""
+    # The compiler drops the second values if they are not used.
     a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
     first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     second = tl.minimum(a, b)
@@ -84,18 +85,6 @@ def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
             tl.reshape(first, [CHUNKS, 2, 2]), tl.reshape(second, [CHUNKS, 2, 2]), CHUNKS
         )
     return _top2_of_pairs(first, second, CHUNKS)
-
-
-@triton.jit
-def _max_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """Largest value of each chunk, [CHUNKS], by the same tree."""
-    a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
-    first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    if CHUNK == 8:
-        a, b = tl.split(tl.reshape(first, [CHUNKS, 2, 2]))
-        first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    a, b = tl.split(first)
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -251,10 +240,7 @@ def rows_kernel(
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
         value = divide_logits(value, divisor, APPLY_TEMPERATURE)
-        if WITH_SECOND:
-            first, runner_up = _top2_of_chunks(value, CHUNKS, CHUNK)
-        else:
-            first = _max_of_chunks(value, CHUNKS, CHUNK)
+        first, runner_up = _top2_of_chunks(value, CHUNKS, CHUNK)
         # Strictly larger, so the lowest id wins ties. The first NaN wins for good.
         better = (first > best) | ((first != first) & (best == best))
         if WITH_SECOND:
