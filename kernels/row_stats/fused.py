@@ -30,12 +30,9 @@ from triton.language.extra import libdevice
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import Constraints, EngineParams, SamplingInputs, VerifyInputs
-from vllm_mars.kernels.launch import LaunchCache, launch_cache_for
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED, LaunchCache, launch_cache_for
 from vllm_mars.kernels.preserved import num_preserved, preserved_tokens
 
-# vLLM passes views at any offset: specializing on their alignment would only multiply the compiled
-# variants.
-_UNALIGNED = ["input_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr"]
 # Short drafts share variants: fewer than 8 positions cost no less.
 _MIN_POSITIONS = 8
 
@@ -170,10 +167,7 @@ def _draft_sums(row_ptr, start, num_blocks, scale, vocab, BLOCK: tl.constexpr):
     return row_max, tl.sum(total * libdevice.exp2(largest - row_max), axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "blocks_per_split"],
-    do_not_specialize_on_alignment=_UNALIGNED,
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def rows_kernel(
     # `Partials`
     partials,

@@ -28,6 +28,7 @@ from triton.language.extra import libdevice
 from vllm_mars.kernels.budget.fused import ceil_units, load_budget
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import SamplingInputs
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED
 from vllm_mars.kernels.preserved import is_preserved, num_preserved, preserved_tokens
 from vllm_mars.kernels.row_stats.combine import (
     draft_log_sum_exp,
@@ -50,14 +51,6 @@ from vllm_mars.kernels.row_stats.fused import (
 TOLERANCE = 1e-2
 # Three programs of `clip_kernel`, 80 registers a thread, fit a multiprocessor.
 WARPS = 8
-_UNALIGNED = [
-    "input_ids_ptr",
-    "total_len_ptr",
-    "prompt_len_ptr",
-    "expanded_idx_mapping_ptr",
-    "expanded_local_pos_ptr",
-]
-_UNSPECIALIZED = ["num_speculative_tokens", "num_splits", "num_rows"]
 
 
 class RowDecisions(NamedTuple):
@@ -205,7 +198,7 @@ def _sums(log_p, ratio, lowest, highest):
     return drafted, flat, drafted * clipped, drafted * log_p, others, others * log_p
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def clip_kernel(
     # [num_rows, NUM_CLIP_STATS]
     clipped_ptr,
