@@ -64,13 +64,6 @@ def chosen(examples: Sequence[Example]) -> dict[str, Example]:
     }
 
 
-def told(examples: Sequence[Example]) -> str:
-    return (
-        f"MARS changed {len(examples)} greedy answers. These are the one that shares most words "
-        "with the strict answer, and the one whose relaxed tokens lost most."
-    )
-
-
 def around(piece: Piece) -> tuple[str, str, str]:
     """Splits a relaxed token from the white space around it; white space becomes a symbol."""
     token = piece.text.strip()
@@ -92,7 +85,11 @@ def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) 
             group = [without_times(row) for row in group]
         (table,) = tables(group, STRICT)
         console.print(rich_table(transposed(table)))
-        console.print(f"Draft tokens a step: {_lengths(group)}.")
+        lengths = ", ".join(
+            f"{row.cell.name} {(row.cell.config or {}).get('num_speculative_tokens')}"
+            for row in group
+        )
+        console.print(f"Draft tokens a step: {lengths}.")
     _print_examples(changed(file), prompts, console)
     for base, *others in groups:
         for row in others:
@@ -131,19 +128,18 @@ def conclusion(row: Row, base: Row) -> str:
     return text
 
 
-def _lengths(group: Sequence[Row]) -> str:
-    return ", ".join(
-        f"{row.cell.name} {(row.cell.config or {}).get('num_speculative_tokens')}" for row in group
-    )
-
-
 def _print_examples(
     examples: Sequence[Example], prompts: Mapping[str, str], console: Console
 ) -> None:
     if not examples:
         console.print("MARS changed no greedy answer.")
         return
-    console.print(f"{told(examples)} Relaxed tokens are marked.", soft_wrap=True)
+    console.print(
+        f"MARS changed {len(examples)} greedy answers. These are the one that shares most words "
+        "with the strict answer, and the one whose relaxed tokens lost most. Relaxed tokens are "
+        "marked.",
+        soft_wrap=True,
+    )
     for which, (strict, lossy) in chosen(examples).items():
         name = strict.prompt
         console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))
