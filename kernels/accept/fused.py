@@ -3,8 +3,8 @@
     accept_kernel   grid (B,)   combines the splits of a request's rows, applies the rule, accepts
                                 draft tokens; writes the output and the counters: `record_step`
 
-Random numbers are those of vLLM's sampler, so strict requests get the tokens that it emits; with
-probabilistic drafts, those of its method `block`.
+Random numbers are vLLM's, so strict requests get the tokens that vLLM's sampler emits, with its
+method `block` if drafts are probabilistic.
 """
 
 import torch

@@ -3,7 +3,7 @@
     resample_kernel   grid (B, blocks)   argmax of a block of the resampled row with vLLM's Gumbel
                                          noise; the last block to end stores the argmax of all
 
-The row is that of the first rejected draft token, or the bonus row. With x rejected, q its draft
+The row belongs to the first rejected draft token, or is the bonus row. With x rejected, q its draft
 distribution and p_i the joint ratio before it (`block_verify`), the token is sampled from
 max(p_i m - q, 0). For a fixed draft this is m without x, where preserved tokens weigh Z times their
 weight in p. A placeholder has no q: the token is sampled from p.

@@ -118,7 +118,7 @@ def count_ended(
     records: Records,
     slots: torch.Tensor,
 ) -> None:
-    """Counts requests that end, in buckets by loss; shapes are those of `ended_kernel`."""
+    """Counts requests that end, in buckets by loss; shapes as in `ended_kernel`."""
     ended_kernel[(len(slots),)](
         counts,
         records.table,
@@ -186,7 +186,7 @@ def add_log_ratios(
     slots: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Replaces log p of sampled tokens by log m; shapes are those of `ratios_kernel`."""
+    """Replaces log p of sampled tokens by log m; shapes as in `ratios_kernel`."""
     batch, _, width = table.shape
     ratios_kernel[(batch, width)](
         logprobs,

@@ -61,7 +61,7 @@ def unpack_id(packed):
 
 @triton.jit
 def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
-    """Two largest values of neighbouring groups, from those of each group, [CHUNKS, 2]."""
+    """Two largest values of neighbouring groups, from the two of each group, [CHUNKS, 2]."""
     first_a, first_b = tl.split(first)
     second_a, second_b = tl.split(second)
     # FMNMX.NAN: a NaN becomes the first; the second is then never read.

@@ -145,7 +145,7 @@ def clip_price(remaining, price, num_positions):
 
 @triton.jit
 def log_probabilities(row_inputs, token, mask, APPLY_TEMPERATURE: tl.constexpr):
-    """log2 p and log2 q - log2 p of tokens; log2 p is LEAST_LOG2 where the mask is False."""
+    """log2 p and log2 q - log2 p of tokens; log2 p is LEAST_LOG2 if the mask is False."""
     target = tl.load(row_inputs.target_ptr + token, mask=mask, other=float("-inf"))
     target = divide_logits(target, row_inputs.divisor, APPLY_TEMPERATURE)
     draft = tl.load(row_inputs.draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)

@@ -74,11 +74,7 @@ def around(piece: Piece) -> tuple[str, str, str]:
 
 
 def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) -> None:
-    """Prints the tables, examples and conclusions of a demo.
-
-    Args:
-        prompts: texts by prompt id.
-    """
+    """Prints the tables, examples and conclusions of a demo; `prompts` are texts by prompt id."""
     groups = points(rows(file))
     for group in groups:
         if any(row.is_uneven for row in group):
@@ -102,7 +98,7 @@ def conclusion(row: Row, base: Row) -> str:
         f"{where}, {row.cell.name} takes {shown(row.gain, '.2f') or 'unknown'} times as many "
         f"tokens per step as {base.cell.name}, with "
         f"{shown(row.lost, '.4f', ends=False) or 'unknown'} nats lost per token and answers of "
-        f"{shown(row.length, '.1f', ends=False)} tokens beside "
+        f"{shown(row.length, '.1f', ends=False)} tokens compared with "
         f"{shown(base.length, '.1f', ends=False)}. "
     )
     uneven = [
@@ -112,7 +108,7 @@ def conclusion(row: Row, base: Row) -> str:
     ]
     if uneven:
         return (
-            f"{text}But no speed is told: turns of one rule differ by more than a third "
+            f"{text}But no speed is reported: turns of one rule differ by more than a third "
             f"({', '.join(uneven)}); --anew measures again, best while nothing else runs."
         )
     if row.speed is None:

@@ -39,7 +39,7 @@ POLL_SECONDS = 0.1
 COUNTED_SECONDS = 60.0
 CPU_SAMPLES = (
     "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
-    "that asks for MARS does without them; take --method strict, which verifies as vLLM does."
+    "with MARS does not use them; take --method strict, which verifies as vLLM does."
 )
 
 

@@ -45,9 +45,7 @@ def run_sweep(
 
     Args:
         ray: address of a Ray cluster; None for this machine.
-        retry_failed: measures failed turns again.
         anew: measures all turns again, after renaming an existing file to `output` + ".old".
-        only: filter of the turns to measure.
 
     Raises:
         ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,

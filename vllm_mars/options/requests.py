@@ -46,7 +46,7 @@ _SAID: list[ValueError] = []
 class RequestOptions(NamedTuple):
     """Options in force for one request."""
 
-    # Of the server's rule; infinity if `max_loss` sets the price.
+    # The value of the server's rule; infinity if `max_loss` sets the price.
     value: float
     # Why the value is strict: `structured_outputs`, `stop_token_ids` (more than a record holds) or
     # `prompt` (its open markers are unknown); else empty.

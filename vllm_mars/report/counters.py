@@ -24,7 +24,6 @@ class Counters:
 
     Args:
         interval: seconds between copies to the host, >= 0; None for 0 on a CPU, else `INTERVAL`.
-        clock: returns the time in seconds.
     """
 
     def __init__(
