@@ -187,8 +187,8 @@ def test_no_more_nodes_than_128_are_looked_at():
         ({"logits": torch.zeros(5, 4, 2)}, r"logits has shape \[0, 4, 2\], but must have"),
         ({"prefer": "deepest"}, "prefer='deepest' is not one of 'draft', 'target', 'longest'"),
         ({"theta": 1.5}, r"theta=1.5 is outside \(0, 1\]"),
-        ({"price": 0.5}, "theta and price: exactly one names the rule; give that one alone."),
-        ({"theta": None}, "theta and price: exactly one names the rule; give that one alone."),
+        ({"price": 0.5}, "theta and price: exactly one names the rule; give only that one."),
+        ({"theta": None}, "theta and price: exactly one names the rule; give only that one."),
     ],
 )
 def test_wrong_argument_is_named(changes, message):
