@@ -109,7 +109,7 @@ def count():
 
 
 # Calls of the samplers and the public functions, named by the kernel that is checked and its
-# options. Other kernels that a call launches are variants of their own.
+# options. Other kernels of a call are separate variants.
 VARIANTS = {
     **{
         f"rows_kernel, {dtype}": partial(reduce, "theta", rows(dtype))
