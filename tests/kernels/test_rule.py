@@ -111,10 +111,9 @@ BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.REPEAT])
 NATS = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5]), st.sampled_from([0.0, 0.01, 0.3]), st.integers(0, 40)
 )
-PRICES = st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32))
 VALUES = {
     "theta": st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16)),
-    "price": PRICES,
+    "price": st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32)),
 }
 LONGEST = 5
 COUNTED = CounterLayout(LONGEST)
@@ -140,10 +139,9 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
             drafts[i] = oracle.argmax(values)
     rule = draw(st.sampled_from(rules))
     has_bound = draw(st.booleans())
-    few_tokens, tokens_left = (
-        st.frozensets(st.integers(0, vocab - 1), max_size=2),
-        st.integers(0, LONGEST),
-    )
+    few_tokens = st.frozensets(st.integers(0, vocab - 1), max_size=2)
+    followers = few_tokens if rule == "price" else st.just(frozenset())
+    tokens_left = st.just(9) | st.integers(0, LONGEST)
     return {
         "vocab": vocab,
         "lengths": lengths,
@@ -155,20 +153,14 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
         "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
         "dtype": draw(st.sampled_from(dtypes)),
         "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
-        "listed": draw(
-            st.lists(
-                few_tokens if rule == "price" else st.just(frozenset()),
-                min_size=size,
-                max_size=size,
-            )
-        ),
+        "listed": draw(st.lists(followers, min_size=size, max_size=size)),
         "nats": draw(st.lists(NATS, min_size=count, max_size=count)) if has_bound else None,
         "ends": draw(st.lists(few_tokens, min_size=count, max_size=count)),
-        "tokens_left": draw(st.lists(st.just(9) | tokens_left, min_size=count, max_size=count)),
+        "tokens_left": draw(st.lists(tokens_left, min_size=count, max_size=count)),
     }
 
 
-def step_of(logits, drafts, records, slots, produced, longest):
+def step_of(logits, drafts, records, slots, produced):
     """A step in which each request's draft rows precede its bonus row."""
     ends = np.cumsum([len(tokens) + 1 for tokens in drafts])
     rows = torch.zeros(sum(map(len, drafts)) + len(drafts), logits.shape[1], dtype=logits.dtype)
@@ -176,16 +168,9 @@ def step_of(logits, drafts, records, slots, produced, longest):
     rows[~np.isin(np.arange(len(rows)), ends - 1)] = logits
     total = torch.zeros(len(records.lost), dtype=torch.int32)
     total[slots.long()] = torch.tensor(produced, dtype=torch.int32)
-    return VerifyInputs(
-        rows,
-        torch.tensor(inputs, dtype=torch.int32),
-        torch.tensor(ends, dtype=torch.int32),
-        records,
-        slots,
-        total,
-        torch.zeros_like(total),
-        longest,
-    )
+    inputs, ends = (torch.tensor(values, dtype=torch.int32) for values in (inputs, ends))
+    prompt = torch.zeros_like(total)
+    return VerifyInputs(rows, inputs, ends, records, slots, total, prompt, LONGEST)
 
 
 def constraints_of(batch):
@@ -224,12 +209,12 @@ def step(batch):
         for begin, length in zip(begins.tolist(), batch["lengths"], strict=True)
     ]
     protected = Protected.of(mask, mask.device)
-    inputs = step_of(logits, drafts, records, slots, produced, LONGEST)
+    inputs = step_of(logits, drafts, records, slots, produced)
     return inputs, logits, EngineParams(rule, protected)
 
 
 def requests_of(batch, logits):
-    """Yields each request's index, rows, and arguments of `oracle.verify`."""
+    """Yields each request's rows, extendable positions, and arguments of `oracle.verify`."""
     ends = np.cumsum(batch["lengths"]).tolist()
     for i, (length, end) in enumerate(zip(batch["lengths"], ends, strict=True)):
         positions = slice(end - length, end)
@@ -248,26 +233,24 @@ def requests_of(batch, logits):
             "ends": batch["ends"][i],
             "room": batch["tokens_left"][i],
         }
-        yield i, logits[positions].float().tolist(), arguments
-
-
-def new_counters(batch):
-    counts = torch.zeros(COUNTED.size, dtype=torch.int64)
-    table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
-    return StepCounters(counts, table)
+        extendable = oracle.num_extendable(
+            arguments["drafts"], arguments["ends"], arguments["room"]
+        )
+        yield logits[positions].float().tolist(), extendable, arguments
 
 
 @settings(max_examples=500, deadline=None)
 @given(batch=batches())
 def test_greedy_requests_equal_the_oracle(batch):
     inputs, logits, engine_params = step(batch)
-    step_counters = new_counters(batch)
+    table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
+    step_counters = StepCounters(torch.zeros(COUNTED.size, dtype=torch.int64), table)
     before = inputs.records.lost.clone()
     bonus, constraints = torch.tensor(batch["bonus"]), constraints_of(batch)
     output = reference.verify(inputs, engine_params, constraints, step_counters, bonus=bonus)
     counts = np.zeros(COUNTED.size, dtype=np.int64)
-    for i, rows, of_request in requests_of(batch, logits):
-        expected = oracle.verify(rows, bonus=batch["bonus"][i], **of_request)
+    for i, (rows, extendable, arguments) in enumerate(requests_of(batch, logits)):
+        expected = oracle.verify(rows, bonus=batch["bonus"][i], **arguments)
         row = output.output_token_ids[i].tolist()
         assert row == expected.tokens + [-1] * (len(row) - len(expected.tokens))
         assert int(output.num_accepted[i]) == expected.accepted
@@ -277,15 +260,12 @@ def test_greedy_requests_equal_the_oracle(batch):
         slot = inputs.slots[i]
         assert int(inputs.records.lost[slot] - before[slot]) == expected.loss * 2**16
         report = [NAN] * (LONGEST + 1)
-        is_relaxable = of_request["theta"] < 1
+        is_relaxable = arguments["theta"] < 1
         if batch["rule"] == "price":
             is_relaxable = price_units(batch["values"][i]) > 0
-        extendable = oracle.num_extendable(
-            of_request["drafts"], of_request["ends"], of_request["room"]
-        )
         last = min(expected.accepted, extendable)
         for offset, verdict in enumerate(expected.verdicts[: last + 1]):
-            draft, is_relaxed = of_request["drafts"][offset], verdict == Verdict.RELAXED
+            draft, is_relaxed = arguments["drafts"][offset], verdict == Verdict.RELAXED
             if is_relaxed:
                 report[offset] = float(oracle.loss(rows[offset], draft))
             if draft >= 0:
@@ -327,49 +307,35 @@ def decided(inputs, engine_params, constraints):
         draft.read(slice(None))
         probabilities = read_probabilities(rows, draft.begin, draft.z, draft.p, draft.preserved)
         extendable = num_extendable(probabilities, draft.begin, draft.end, budget)
-        yield (
-            engine_params.rule.plain.sampled(probabilities, draft.begin, draft.end, budget),
-            extendable,
-        )
+        rule = engine_params.rule.plain
+        yield rule.sampled(probabilities, draft.begin, draft.end, budget), extendable
 
 
 @settings(max_examples=400, deadline=None)
 @given(batch=batches(dtypes=[torch.float32]))
 def test_sampled_requests_equal_the_oracle(batch):
     """Compares verdict, distribution, loss and gain of each position."""
-    unit = 2**-16
+    close, unit = functools.partial(pytest.approx, rel=1e-3, abs=1e-4), 2**-16
     inputs, logits, engine_params = step(batch)
     constraints = constraints_of(batch)
     before, expected_lost = inputs.records.lost.clone(), []
     decisions = decided(inputs, engine_params, constraints)
     requests = requests_of(batch, logits)
-    for (positions, extendable), (_, rows, of_request) in zip(decisions, requests, strict=True):
-        price, nats, spent = of_request["price"], of_request["nats"], 0
-        protected = of_request["protected"] | of_request["ends"]
-        preserved_at = [protected | listed for listed in of_request["listed"]]
-        assert extendable == oracle.num_extendable(
-            of_request["drafts"], of_request["ends"], of_request["room"]
-        )
-        compared = [
-            {x} if price is not None else {x, oracle.argmax(row)}
-            for row, x in zip(rows, of_request["drafts"], strict=True)
-        ]
-        blocked = of_request["blocked"] or [0] * len(rows)
-        reasons = [
-            b
-            or (
-                Verdict.PROTECTED
-                if tokens & protected
-                else Verdict.REPEAT * bool(tokens & preserved)
-            )
-            for b, tokens, preserved in zip(blocked, compared, preserved_at, strict=True)
-        ]
+    for (positions, num_positions), request in zip(decisions, requests, strict=True):
+        rows, extendable, arguments = request
+        assert num_positions == extendable
+        drafts, price, nats = (arguments[name] for name in ("drafts", "price", "nats"))
+        protected = arguments["protected"] | arguments["ends"]
+        preserved_at = [protected | listed for listed in arguments["listed"]]
+        reasons = arguments["blocked"] or [0] * len(rows)
+        for j, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            compared = {draft} if price is not None else {draft, oracle.argmax(row)}
+            if not reasons[j] and compared & preserved_at[j]:
+                reasons[j] = Verdict.PROTECTED if compared & protected else Verdict.REPEAT
         strict = list(map(bool, reasons))
-        biases = oracle.tilts(
-            rows, of_request["drafts"], price or 0.0, strict, extendable, preserved_at
-        )
-        is_reached, lost = True, 0
-        for j, (row, draft) in enumerate(zip(rows, of_request["drafts"], strict=True)):
+        biases = oracle.tilts(rows, drafts, price or 0.0, strict, extendable, preserved_at)
+        is_reached, lost, spent = True, 0, 0
+        for j, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             decision, p, preserved = positions[j], oracle.softmax(row), preserved_at[j]
             lost += decision.loss * (is_reached and j <= extendable)
             if draft < 0 or not p[draft] > 0:
@@ -383,7 +349,7 @@ def test_sampled_requests_equal_the_oracle(batch):
             verdict, bias = Verdict.NONE, min(biases[j], math.sqrt(8 * left))
             m = oracle.served(row, draft, bias, preserved)
             if price is None:
-                if oracle.is_relaxed(row, draft, of_request["theta"], frozenset()):
+                if oracle.is_relaxed(row, draft, arguments["theta"], frozenset()):
                     too_much = math.ceil(-math.log(p[draft]) * 2**16) * 2**-16 > left
                     verdict = reasons[j] or (Verdict.LOSS if too_much else Verdict.RELAXED)
             elif reasons[j] and oracle.in_steps(price) and j < extendable:
@@ -397,14 +363,12 @@ def test_sampled_requests_equal_the_oracle(batch):
                     logs = math.log(m[draft] / p[draft])
                     # A float32 p(S) makes 1 - p(S) wrong by some units in the last place of 1.
                     others = sum(share for token, share in enumerate(p) if token not in preserved)
-                    close = pytest.approx(logs, rel=1e-3, abs=1e-4 + 2**-22 / others)
-                    assert decision.bias - decision.log_z == close
-            assert decision.loss * unit == pytest.approx(
-                oracle.divergence(m, p), rel=1e-3, abs=1e-4
-            )
+                    log_ratio = decision.bias - decision.log_z
+                    assert log_ratio == pytest.approx(logs, rel=1e-3, abs=1e-4 + 2**-22 / others)
+            assert decision.loss * unit == close(oracle.divergence(m, p))
             assert decision.loss * unit <= left
-            assert decision.gained * unit == pytest.approx(m[draft] - p[draft], rel=1e-3, abs=1e-4)
-            assert decision.drift * unit == pytest.approx(oracle.drift(m, p), rel=1e-3, abs=1e-4)
+            assert decision.gained * unit == close(m[draft] - p[draft])
+            assert decision.drift * unit == close(oracle.drift(m, p))
             spent += decision.loss
         expected_lost.append(lost)
     # Nothing counts after the answer's last token, or after the first rejection.
@@ -428,10 +392,10 @@ SAMPLED = {
     "p 1":                      ([[1.0, -INF]], [0], [LN2], [1.0]),
     "p 0":                      ([[1.0, -INF]], [1], [0.0], [0.0]),
     "one token left by a mask": ([[-INF, -INF, 3.0]], [2], [LN2], [1.0]),
-    "a fully masked row"     :  ([[-INF, -INF]], [0], [0.0], [NAN]),
+    "a fully masked row":       ([[-INF, -INF]], [0], [0.0], [NAN]),
     "NaN":                      ([[NAN, 1.0], EVEN], [1, 0], [0.0, LN2], [NAN, 2 / 3]),
     "padding":                  ([EVEN, EVEN], [0, -1], [LN2, 0.0], [2 / 3, 0.5]),
-    "certain to be followed":      ([EVEN, [0.0, -INF]], [0, 0], [2 * LN2, LN2], [4 / 5, 1.0]),
+    "certain to be followed":   ([EVEN, [0.0, -INF]], [0, 0], [2 * LN2, LN2], [4 / 5, 1.0]),
     "followed by half":         ([EVEN, EVEN], [0, 1], [math.log(3), LN2], [3 / 4, 2 / 3]),
 }
 # fmt: on
@@ -445,14 +409,12 @@ def test_sampled_decisions_by_hand(name):
     records.value.fill_(encode_value(PRICE, LN2))
     records.rate.fill_(NO_BOUND)
     records.max_tokens.fill_(99)
-    inputs = step_of(logits, [drafts], records, torch.zeros(1, dtype=torch.int32), [0], len(rows))
+    inputs = step_of(logits, [drafts], records, torch.zeros(1, dtype=torch.int32), [0])
     ((positions, _),) = decided(inputs, EngineParams(PRICE), None)
     assert [position.bias for position in positions] == pytest.approx(biases, abs=1e-4)
     p = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
-    m = [
-        x * math.exp(position.bias - position.log_z)
-        for x, position in zip(p, positions, strict=True)
-    ]
+    ratios = [math.exp(position.bias - position.log_z) for position in positions]
+    m = np.multiply(p, ratios).tolist()
     assert m == pytest.approx(accepted, abs=1e-4, nan_ok=True)
 
 
