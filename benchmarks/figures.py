@@ -44,7 +44,7 @@ GAIN, ENDED = "tokens per step x strict", "where answers ended"
 # pattern of settings to omit.
 BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "headline": (
-        ("pair-states", "states"),
+        ("states", "pair-states"),
         {"MARS / lossless, nats lost per token": "bound 0.02"},
         "fixed|K 8|0.4",
     ),
