@@ -39,20 +39,20 @@ from vllm_mars.lab.rows import Samples, compared, estimate, means_of, ratio_of_m
 from vllm_mars.options.config import METHOD
 from vllm_mars.servers.provenance import describe_run, vllm_device
 
-# A page shows the view `score`.
+# Pages show the views `score` and `steps`.
 COLUMNS: list[list[str | None]] = [
-    ["rule", "", "score"],
+    ["rule", "", "score steps"],
     ["problems", "d", ""],
     ["right, %", ".1f", ""],
     ["right less strict's, points", "+.1f", "score"],
     ["won / lost", "", ""],
     ["tokens per step", ".3f", ""],
     ["tokens per step x strict", ".2f", "score"],
-    ["steps per answer x strict", ".2f", "score"],
-    ["where both ended", ".2f", ""],
-    ["tokens per answer x strict", ".2f", "score"],
-    ["nats per token", ".4f", "score"],
-    ["cut off, %", ".1f", ""],
+    ["steps per answer x strict", ".2f", "score steps"],
+    ["where both ended", ".2f", "steps"],
+    ["tokens per answer x strict", ".2f", "score steps"],
+    ["nats per token", ".4f", "score steps"],
+    ["cut off, %", ".1f", "steps"],
 ]
 HUMANEVAL = (
     "Complete this Python function. Answer with the whole function in one code block and nothing "
