@@ -44,7 +44,7 @@ GAIN, ENDED = "tokens per step x strict", "where answers ended"
 # pattern of settings to omit.
 BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "headline": (
-        ("pair-states", "states"),
+        ("states", "pair-states"),
         {"MARS / lossless, nats lost per token": "bound 0.02"},
         "fixed|K 8|0.4",
     ),
@@ -243,17 +243,19 @@ def by_setting(names: Iterable[str], rules: dict[str, str], omitted: str = "") -
         lost = lost[0] if isinstance(lost, list) else lost
         return f"{text(row['x strict'], '.3f')}{f' for {lost:.3f}' if lost else ''}"
 
-    body: list[list[str]] = []
+    bodies: dict[str, list[list[str]]] = {model: [] for model in MODELS}
     for heading, by_rule in headings.items():
         if omitted and re.search(omitted, heading):
             continue
         first, _, rest = heading.partition(", ")
         model, setting = ("", heading) if TEMPERATURE.match(first) else (first, rest)
-        title = f"**{MODELS[model]}**"
-        if [title] not in (row[:1] for row in body):
-            body.append([title, *[""] * len(rules)])
         setting = setting.replace(", probabilistic drafts", "").replace(", K 4", "")
-        body.append([setting, *(cell(by_rule.get(rule)) for rule in rules.values())])
+        bodies[model].append([setting, *(cell(by_rule.get(rule)) for rule in rules.values())])
+    body = [
+        row
+        for model, rows in bodies.items()
+        for row in ([[f"**{MODELS[model]}**", *[""] * len(rules)], *rows] if rows else [])
+    ]
     return table(["", *rules], body)
 
 

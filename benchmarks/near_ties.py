@@ -67,15 +67,9 @@ def rows_of(name: str, by_answer: dict[str, np.ndarray]) -> list[list[Any]]:
             for name, is_tie in ties.items()
         }
         share = cell(estimate(ratio_of_means, by_prompt, ["ties", "positions"]))
-        rows.append(
-            [
-                f"{theta:g}",
-                share,
-                float(np.exp(-np.quantile(nats, 0.9))),
-                float(np.exp(-np.median(nats))),
-                float(nats.mean()),
-            ]
-        )
+        gaps = (np.quantile(nats, [0.9, 0.5]), nats.mean()) if len(nats) else None
+        ratios = [None, None] if gaps is None else np.exp(-gaps[0]).tolist()
+        rows.append([f"{theta:g}", share, *ratios, gaps and float(gaps[1])])
     return rows
 
 

@@ -7,7 +7,7 @@ import torch
 
 from vllm_mars import verify_greedy
 
-# One request, a vocabulary of 4, a draft of two tokens: a row of logits for each, and one behind.
+# One request, a vocabulary of 4, a draft of two tokens: a row of logits for each, and a bonus row.
 logits = torch.tensor([[2.0, 1.8, 0.0, 0.0], [0.0, 3.0, 1.0, 0.0], [0.0, 0.0, 4.0, 0.0]])
 draft = torch.tensor([1, 1])
 ends = torch.tensor([2], dtype=torch.int32)

@@ -30,7 +30,7 @@ class ClipStat(enum.IntEnum):
     # In nats: KL(m || p), and the drift.
     LOSS = 5
     DRIFT = 6
-    # Of the draft token: log m - log p, and log m - log q, which is -inf if it must be rejected.
+    # log m - log p and log m - log q of the draft token; the second is -inf if it must be rejected.
     LOG_RATIO = 7
     LOG_ACCEPT_RATIO = 8
     # By `mass_kernel`: log a_(i-1) of docs/rule.md, and the same with p instead of m. Not written
@@ -109,7 +109,7 @@ class Constants(NamedTuple):
 
 
 class _Fields(tl.constexpr):
-    """Constant with fields that can be read where Triton does not unwrap it."""
+    """Constant whose fields can be read even if Triton does not unwrap it."""
 
     # That is in the interpreter, in Triton 3.6, and in Triton 3.9's search for returns in branches.
 

@@ -258,7 +258,7 @@ MAX_FOLLOWERS = 256
 
 
 class CpuConstraints(NamedTuple):
-    """Constraints of each row on the CPU: the fields are those of `Constraints`."""
+    """Constraints of each row on the CPU; fields as in `Constraints`."""
 
     blocked: Sequence[int]
     repeats: Sequence[bool]

@@ -13,6 +13,19 @@ from typing import Any, NamedTuple
 
 import triton
 
+# For `triton.jit`, which ignores names that a kernel lacks. vLLM passes views at any offset, and
+# these integers change between steps: specializing on them would only multiply the variants.
+UNALIGNED = [
+    "clipped_ptr", "cu_num_logits_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr",
+    "input_ids_ptr", "markers_ptr", "masses_ptr", "output_token_ids_ptr", "pos_ptr",
+    "prompt_len_ptr", "ring_ptr", "seen_ptr", "slots_ptr", "table_ptr", "temperature_ptr",
+    "tokens_ptr", "total_len_ptr",
+]  # fmt: skip
+UNSPECIALIZED = [
+    "blocks_per_split", "columns", "ids_stride", "logprobs_stride", "num_blocks", "num_markers",
+    "num_rows", "num_speculative_tokens", "num_splits", "num_words", "opening", "tokens_stride",
+]  # fmt: skip
+
 # Whether each launch compares the cached kernel with the one that Triton selects; for tests.
 CHECKS = False
 

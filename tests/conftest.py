@@ -140,7 +140,7 @@ def bounded_server(bytes_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def opt_in_server(packaged_model, tmp_path_factory):
-    """Server of the group "opt_in_server": strict unless a request opts in (docs/serve.md)."""
+    """Server of the group "opt_in_server": strict unless a request opts in (docs/serving.md)."""
     from engines import OPT_IN, packaged_server
     from vllm_mars.models.draft_head import PACKAGED_HEAD
     from vllm_mars.models.drafts import speculative_config

@@ -26,7 +26,7 @@ from vllm_mars.servers.server import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# Of its greedy answer MARS relaxes some tokens (docs/requests.md).
+# Of its greedy answer MARS relaxes some tokens (docs/serving.md).
 PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("opt_in_server")]

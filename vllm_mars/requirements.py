@@ -9,15 +9,11 @@ INSTALL_VLLM = (
 )
 
 
-def require(what: str, extra: str, modules: Iterable[str]) -> None:
-    """Raises RuntimeError if top-level modules are missing, and names the extra to install.
-
-    Args:
-        what: the feature that needs the modules, for the message.
-    """
+def require(part: str, extra: str, modules: Iterable[str]) -> None:
+    """Raises RuntimeError if top-level modules are missing, and names the extra to install."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
-            f"{what} needs {', '.join(missing)}; run pip install '.[{extra}]' in the checkout of "
+            f"{part} needs {', '.join(missing)}; run pip install '.[{extra}]' in the checkout of "
             "vllm-mars."
         )

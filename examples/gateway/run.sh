@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two teams before one server, which is strict unless a request asks (docs/serve.md). After `make demo`:
+# Two teams before one server, which is strict unless a request asks (docs/serving.md). After `make demo`:
 #
 #   CHAT_KEY=... BILLING_KEY=... examples/gateway/run.sh
 #

@@ -3,8 +3,8 @@
     accept_kernel   grid (B,)   combines the splits of a request's rows, applies the rule, accepts
                                 draft tokens; writes the output and the counters: `record_step`
 
-Random numbers are those of vLLM's sampler, so strict requests get the tokens that it emits; with
-probabilistic drafts, those of its method `block`.
+Random numbers are vLLM's, so strict requests get the tokens that vLLM's sampler emits, with its
+method `block` if drafts are probabilistic.
 """
 
 import torch
@@ -16,23 +16,10 @@ from vllm_mars.kernels.budget.fused import ceil_units, has_ended, load_budget, r
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.counters.fused import record_step
 from vllm_mars.kernels.interface import StepCounters, VerifyOutput
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED
 from vllm_mars.kernels.row_stats.combine import forbids, num_extendable, read_logprobs, read_rows
 from vllm_mars.kernels.row_stats.fused import Reduced, bucket_size, num_lanes
 from vllm_mars.kernels.served_dist.fused import log_ratio_of_fixed
-
-# vLLM passes views at any offset: specializing on their alignment would only multiply the compiled
-# variants.
-_UNALIGNED = [
-    "input_ids_ptr",
-    "cu_num_logits_ptr",
-    "slots_ptr",
-    "pos_ptr",
-    "total_len_ptr",
-    "prompt_len_ptr",
-    "clipped_ptr",
-    "masses_ptr",
-]
-_UNSPECIALIZED = ["num_speculative_tokens", "num_blocks", "vocab", "num_splits"]
 
 
 @triton.jit
@@ -53,7 +40,7 @@ def _uniform(seeds_ptr, pos_ptr, slot, row, mask, local_pos, BLOCK_VERIFY: tl.co
     return tl.maximum(tl.rand(seed, pos), C.LEAST_DRAWN)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "vocab"], do_not_specialize_on_alignment=UNALIGNED)
 def accept_kernel(
     # `VerifyOutput`, with aligned tensors like the next two
     output,

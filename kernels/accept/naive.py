@@ -255,7 +255,7 @@ def _probabilistic(rows: Rows, budget: LossBudget, sampled_draft: SampledDraft) 
     drafts = rows.draft[begin:end]
     # A placeholder ends the draft.
     length = next((i for i, draft in enumerate(drafts) if draft == -1), end - begin)
-    # The row at `length` is read, too: a token may be sampled there.
+    # Also the row at `length`, at which a token may be sampled.
     sampled_draft.read(slice(length + 1))
     z = sampled_draft.z
     p = sampled_draft.p

@@ -3,7 +3,7 @@
     resample_kernel   grid (B, blocks)   argmax of a block of the resampled row with vLLM's Gumbel
                                          noise; the last block to end stores the argmax of all
 
-The row is that of the first rejected draft token, or the bonus row. With x rejected, q its draft
+The row belongs to the first rejected draft token, or is the bonus row. With x rejected, q its draft
 distribution and p_i the joint ratio before it (`block_verify`), the token is sampled from
 max(p_i m - q, 0). For a fixed draft this is m without x, where preserved tokens weigh Z times their
 weight in p. A placeholder has no q: the token is sampled from p.
@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import SamplingInputs, StepCounters, VerifyOutput
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED
 from vllm_mars.kernels.preserved import is_preserved
 from vllm_mars.kernels.row_stats.fused import Reduced, bucket_size, divide_logits, draft_strides
 from vllm_mars.kernels.served_dist.fused import (
@@ -31,19 +32,6 @@ from vllm_mars.kernels.served_dist.fused import (
 # Logits of a block; a token's noise does not depend on the block size. On an H200 few large blocks
 # take half the time of many small ones for 16 sampled requests, and the same time for 64.
 _DRAW_BLOCK = 16_384
-
-# vLLM passes views at any offset: specializing on their alignment would only multiply the compiled
-# variants.
-_UNALIGNED = [
-    "clipped_ptr",
-    "input_ids_ptr",
-    "slots_ptr",
-    "cu_num_logits_ptr",
-    "pos_ptr",
-    "output_token_ids_ptr",
-    "table_ptr",
-]
-_UNSPECIALIZED = ["num_blocks", "num_speculative_tokens"]
 
 
 @triton.jit
@@ -74,7 +62,7 @@ def _served(
     return log_p, ratio, q_ratio
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def resample_kernel(
     # [batch, num_speculative_tokens + 1]
     output_token_ids_ptr,

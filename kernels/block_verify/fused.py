@@ -17,6 +17,7 @@ from triton.language.extra import libdevice
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import SamplingInputs
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED
 from vllm_mars.kernels.preserved import num_preserved, preserved_tokens
 from vllm_mars.kernels.row_stats.fused import (
     Reduced,
@@ -34,7 +35,6 @@ from vllm_mars.kernels.served_dist.fused import (
 
 # Logits that a program reads.
 _BLOCK = 8192
-_UNALIGNED = ["input_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr"]
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _residuals(log_p, ratio, bounds, log_joint_ratio):
     return tl.maximum(libdevice.exp2(log_joint_ratio + log_m) - libdevice.exp2(log_p + ratio), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def mass_kernel(
     # [num_rows, blocks]
     masses_ptr,

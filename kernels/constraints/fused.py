@@ -19,7 +19,7 @@ from vllm_mars.kernels.interface import (
     Constraints,
     VerifyInputs,
 )
-from vllm_mars.kernels.launch import launch_cache_for
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED, launch_cache_for
 from vllm_mars.kernels.row_stats.fused import bucket_size
 
 
@@ -150,21 +150,7 @@ def _list_followers(
     return count
 
 
-@triton.jit(
-    do_not_specialize=["tokens_stride", "num_markers", "opening", "num_words", "vocab"],
-    do_not_specialize_on_alignment=[
-        "ring_ptr",
-        "slots_ptr",
-        "tokens_ptr",
-        "total_len_ptr",
-        "prompt_len_ptr",
-        "seen_ptr",
-        "temperature_ptr",
-        "input_ids_ptr",
-        "cu_num_logits_ptr",
-        "markers_ptr",
-    ],
-)
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "vocab"], do_not_specialize_on_alignment=UNALIGNED)
 def constraints_kernel(
     # `Constraints`, output
     constraints,

@@ -7,11 +7,10 @@ import triton.language as tl
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.counters.table import CounterLayout
 from vllm_mars.kernels.interface import RECORD_SIZE, Column, Records
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED
 
 # Columns of logprobs per block.
 _BLOCK = 128
-# vLLM passes views at any offset.
-_UNALIGNED = ["slots_ptr", "cu_num_logits_ptr"]
 
 
 @triton.jit
@@ -85,7 +84,7 @@ def record_step(
     return tl.sum(is_relaxed.to(tl.int32), axis=0), step_lost
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def ended_kernel(
     # [layout.size] int64, added to: see `CounterLayout`
     counts_ptr,
@@ -119,7 +118,7 @@ def count_ended(
     records: Records,
     slots: torch.Tensor,
 ) -> None:
-    """Counts requests that end, in buckets by loss; shapes are those of `ended_kernel`."""
+    """Counts requests that end, in buckets by loss; shapes as in `ended_kernel`."""
     ended_kernel[(len(slots),)](
         counts,
         records.table,
@@ -136,10 +135,7 @@ def count_ended(
     )
 
 
-@triton.jit(
-    do_not_specialize=["columns", "logprobs_stride", "ids_stride"],
-    do_not_specialize_on_alignment=_UNALIGNED,
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def ratios_kernel(
     # [num_rows, columns] float32, added to
     logprobs_ptr,
@@ -190,7 +186,7 @@ def add_log_ratios(
     slots: torch.Tensor,
     cu_num_logits: torch.Tensor,
 ) -> None:
-    """Replaces log p of sampled tokens by log m; shapes are those of `ratios_kernel`."""
+    """Replaces log p of sampled tokens by log m; shapes as in `ratios_kernel`."""
     batch, _, width = table.shape
     ratios_kernel[(batch, width)](
         logprobs,

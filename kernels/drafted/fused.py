@@ -32,7 +32,7 @@ def count_kernel(
 def count_drafted(
     counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor, by: int
 ) -> None:
-    """Adds the tokens drafted so far `by` times, 1 or -1; shapes are those of `count_kernel`."""
+    """Adds the tokens drafted so far `by` times, 1 or -1; shapes as in `count_kernel`."""
     count_kernel[(len(slots),)](
         counts,
         counts.stride(0),

@@ -30,12 +30,9 @@ from triton.language.extra import libdevice
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import Constraints, EngineParams, SamplingInputs, VerifyInputs
-from vllm_mars.kernels.launch import LaunchCache, launch_cache_for
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED, LaunchCache, launch_cache_for
 from vllm_mars.kernels.preserved import num_preserved, preserved_tokens
 
-# vLLM passes views at any offset: specializing on their alignment would only multiply the compiled
-# variants.
-_UNALIGNED = ["input_ids_ptr", "expanded_idx_mapping_ptr", "expanded_local_pos_ptr"]
 # Short drafts share variants: fewer than 8 positions cost no less.
 _MIN_POSITIONS = 8
 
@@ -64,7 +61,7 @@ def unpack_id(packed):
 
 @triton.jit
 def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
-    """Two largest values of neighbouring groups, from those of each group, [CHUNKS, 2]."""
+    """Two largest values of neighbouring groups, from the two of each group, [CHUNKS, 2]."""
     first_a, first_b = tl.split(first)
     second_a, second_b = tl.split(second)
     # FMNMX.NAN: a NaN becomes the first; the second is then never read.
@@ -76,6 +73,7 @@ def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
 @triton.jit
 def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Two largest values of each chunk, [CHUNKS] each, by a tree within one thread."""
+    # The compiler drops the second values if they are not used.
     a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
     first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     second = tl.minimum(a, b)
@@ -84,18 +82,6 @@ def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
             tl.reshape(first, [CHUNKS, 2, 2]), tl.reshape(second, [CHUNKS, 2, 2]), CHUNKS
         )
     return _top2_of_pairs(first, second, CHUNKS)
-
-
-@triton.jit
-def _max_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """Largest value of each chunk, [CHUNKS], by the same tree."""
-    a, b = tl.split(tl.reshape(value, [CHUNKS, CHUNK // 2, 2]))
-    first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    if CHUNK == 8:
-        a, b = tl.split(tl.reshape(first, [CHUNKS, 2, 2]))
-        first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    a, b = tl.split(first)
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -181,10 +167,7 @@ def _draft_sums(row_ptr, start, num_blocks, scale, vocab, BLOCK: tl.constexpr):
     return row_max, tl.sum(total * libdevice.exp2(largest - row_max), axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "blocks_per_split"],
-    do_not_specialize_on_alignment=_UNALIGNED,
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def rows_kernel(
     # `Partials`
     partials,
@@ -251,10 +234,7 @@ def rows_kernel(
         token_id = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         value = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
         value = divide_logits(value, divisor, APPLY_TEMPERATURE)
-        if WITH_SECOND:
-            first, runner_up = _top2_of_chunks(value, CHUNKS, CHUNK)
-        else:
-            first = _max_of_chunks(value, CHUNKS, CHUNK)
+        first, runner_up = _top2_of_chunks(value, CHUNKS, CHUNK)
         # Strictly larger, so the lowest id wins ties. The first NaN wins for good.
         better = (first > best) | ((first != first) & (best == best))
         if WITH_SECOND:

@@ -78,8 +78,8 @@ def read_rows(
 
     Args:
         step: logits are float32.
-        temperature: of each request, see `CpuSamplingInputs`; None if all are greedy. Rows of
-            sampled requests are read only for outright rules.
+        temperature: as in `CpuSamplingInputs`; None if all requests are greedy. Rows of sampled
+            requests are read only for outright rules.
         with_bonus: whether to find the argmax of bonus rows.
     """
     z = step.logits.numpy()

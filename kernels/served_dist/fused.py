@@ -28,6 +28,7 @@ from triton.language.extra import libdevice
 from vllm_mars.kernels.budget.fused import ceil_units, load_budget
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.interface import SamplingInputs
+from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED
 from vllm_mars.kernels.preserved import is_preserved, num_preserved, preserved_tokens
 from vllm_mars.kernels.row_stats.combine import (
     draft_log_sum_exp,
@@ -50,14 +51,6 @@ from vllm_mars.kernels.row_stats.fused import (
 TOLERANCE = 1e-2
 # Three programs of `clip_kernel`, 80 registers a thread, fit a multiprocessor.
 WARPS = 8
-_UNALIGNED = [
-    "input_ids_ptr",
-    "total_len_ptr",
-    "prompt_len_ptr",
-    "expanded_idx_mapping_ptr",
-    "expanded_local_pos_ptr",
-]
-_UNSPECIALIZED = ["num_speculative_tokens", "num_splits", "num_rows"]
 
 
 class RowDecisions(NamedTuple):
@@ -152,7 +145,7 @@ def clip_price(remaining, price, num_positions):
 
 @triton.jit
 def log_probabilities(row_inputs, token, mask, APPLY_TEMPERATURE: tl.constexpr):
-    """log2 p and log2 q - log2 p of tokens; log2 p is LEAST_LOG2 where the mask is False."""
+    """log2 p and log2 q - log2 p of tokens; log2 p is LEAST_LOG2 if the mask is False."""
     target = tl.load(row_inputs.target_ptr + token, mask=mask, other=float("-inf"))
     target = divide_logits(target, row_inputs.divisor, APPLY_TEMPERATURE)
     draft = tl.load(row_inputs.draft_ptr + token, mask=mask, other=float("-inf")).to(tl.float32)
@@ -205,7 +198,7 @@ def _sums(log_p, ratio, lowest, highest):
     return drafted, flat, drafted * clipped, drafted * log_p, others, others * log_p
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def clip_kernel(
     # [num_rows, NUM_CLIP_STATS]
     clipped_ptr,

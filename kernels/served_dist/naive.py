@@ -121,7 +121,7 @@ def point_mass_dist(
     """Served distribution of a fixed draft: bias b, `rest` = R.
 
     Args:
-        log_p: of the draft token, in (-inf, 0].
+        log_p: log p of the draft token, in (-inf, 0].
         entropy: H, the sum of -p log p outside S.
         bias: at most `max_bias(left)`; as it goes to infinity, x is accepted with certainty.
         left: remaining budget in units.

@@ -233,10 +233,10 @@ def test_a_table_by_model_and_setting(folder):
     assert list(figures.by_setting(["new"], {"0.02": "bound 0.02", "none": "strict"}, "fixed")) == [
         "|  | 0.02 | none |",
         "| --- | ---: | ---: |",
-        "| **SmolLM2-135M** |  |  |",
-        "| greedy | 1.120 (1.100–1.140) for 0.023 | 1.000 |",
         "| **Qwen2.5-Coder-1.5B** |  |  |",
         "| temperature 1, K 8 |  | 1.000 |",
+        "| **SmolLM2-135M** |  |  |",
+        "| greedy | 1.120 (1.100–1.140) for 0.023 | 1.000 |",
     ]
 
 

@@ -1,10 +1,9 @@
-"""Runs one engine in a process of its own: `python engine_process.py`, a job as JSON on stdin.
+"""Runs an engine in a separate process: `python engine_process.py`, with a JSON job on stdin.
 
-The job gives `engine` (arguments of vLLM's LLM), `batches` (each a list of `[prompt, sampling]`:
-token ids, or a text where the engine has a tokenizer, and SamplingParams as a dict), `mend`
-(whether vLLM's CPU kernels are mended) and `costs` (what adaptive verification reckons with, or
-none). Prints one line that starts with RESULT: the answers of each batch, the counters after it,
-and what adaptive verification did (see `adaptive.py`).
+The job has `engine` (arguments of vLLM's LLM), `batches` (lists of `[prompt, sampling]`: token ids,
+or text if the engine has a tokenizer, and SamplingParams as a dict), `mend` (whether to fix vLLM's
+CPU kernels) and `costs` (of adaptive verification, or null). Prints a line that starts with RESULT:
+the answers and counters of each batch, and counters of adaptive verification (see `adaptive.py`).
 """
 
 import json
@@ -12,15 +11,15 @@ import os
 import sys
 from collections.abc import Iterable
 
-# The engine runs in this process, so requests enter it in the same step in each run: the random
-# numbers that vLLM shares between requests are then comparable too.
+# In this process, requests always enter the engine in the same step, so the random numbers that
+# vLLM shares between requests are comparable.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
-def look_at_worker(worker):
-    """Runs in the worker: the classes that really verify, and what they meet."""
+def describe_worker(worker):
+    """Runs in the worker: the classes that verify, and whether drafts are probabilistic."""
     runner = worker.model_runner
-    # V2 only: what probabilistic drafts are verified with.
+    # V2 only.
     draft_logits = getattr(getattr(runner, "speculator", None), "draft_logits", None)
     return {
         "runner": [base.__module__ for base in type(runner).__mro__],
@@ -35,19 +34,19 @@ def mend_worker(worker):
     mend()
 
 
-def sampling_params(given, has_tokenizer):
+def sampling_params(options, has_tokenizer):
     from vllm import SamplingParams
 
-    given = dict(given)
-    bad_words = given.pop("bad_words_token_ids", None)
-    params = SamplingParams(detokenize=has_tokenizer, **given)
-    # Without a tokenizer nothing else can set them.
+    options = dict(options)
+    bad_words = options.pop("bad_words_token_ids", None)
+    params = SamplingParams(detokenize=has_tokenizer, **options)
+    # Only a tokenizer would set them.
     params._bad_words_token_ids = bad_words
     return params
 
 
 def completion(output):
-    """What a client can tell two completions apart by."""
+    """Everything in a completion that a client can see."""
     logprobs = None
     if output.logprobs is not None:
         logprobs = [
@@ -71,15 +70,15 @@ def counters(metrics: Iterable) -> dict[str, float]:
 def main() -> None:
     from vllm import LLM
 
-    job, rounds = json.load(sys.stdin), []
+    job, intervals = json.load(sys.stdin), []
     if job["costs"]:
         from adaptive import allow
 
-        rounds = allow(**job["costs"])
+        intervals = allow(**job["costs"])
     llm = LLM(disable_log_stats=False, **job["engine"])
     has_tokenizer = not job["engine"].get("skip_tokenizer_init", False)
     try:
-        (worker,) = llm.collective_rpc(look_at_worker)
+        (worker,) = llm.collective_rpc(describe_worker)
         if job["mend"]:
             llm.collective_rpc(mend_worker)
         batches, metrics = [], []
@@ -96,8 +95,8 @@ def main() -> None:
             metrics.append(counters(llm.get_metrics()))
     finally:
         llm.llm_engine.engine_core.shutdown()
-    told = {"batches": batches, "metrics": metrics, "rounds": rounds}
-    print("RESULT " + json.dumps({**worker, **told}))
+    result = {**worker, "batches": batches, "metrics": metrics, "intervals": intervals}
+    print("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":

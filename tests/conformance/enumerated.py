@@ -1,15 +1,16 @@
-"""All that a sampled step can emit, without sampling: each draw is probed from both sides.
+"""Enumerates all that a sampled step can emit, with a probe on both sides of each threshold.
 
-A draft token x that is not drawn is accepted with probability m(x), and what comes in its place is
-drawn from m without x. Of a drawn draft as many tokens stay as `block_verify` says, and what comes
-behind i of these is drawn from max(p_i m - q, 0). So with each drafted path, a request for each
-probe, random numbers just below such a probability must accept; those just above must not, and
-noise that makes the keys of all tokens equal, but one greater by EPSILON of m, must yield that one.
-What m is, `served` says from the rule's formulas, in double precision. For drawn drafts it sees
-only the tokens before a position, and is held against all that may follow.
+A token x of a fixed draft is accepted with probability m(x), and a rejection samples from m without
+x. Of a probabilistic draft, `block_verify` says how many tokens are accepted; after i of them
+max(p_i m - q, 0) is sampled. For each draft path, requests with random numbers just below such a
+probability must accept, and with numbers just above must reject. Noise that makes the keys of all
+tokens equal, but one larger by EPSILON of m, must yield that token.
 
-From the probes follows the exact distribution of what is emitted, and what the step must report:
-above all the probability of each sequence of tokens, which must be the product of m.
+`served` computes m from the rule's formulas in double precision. For probabilistic drafts it sees
+only the tokens before a position.
+
+The probes give the exact distribution of the output, in particular the probability of each sequence
+of tokens, which must be the product of m, and all that the step must report.
 """
 
 import functools
@@ -31,14 +32,14 @@ from vllm_mars import MarsConfig
 from vllm_mars.kernels.budget import NO_LIMIT, loss_rate, max_lost, price_units
 from vllm_mars.options.config import price_of_bound
 
-# How far from their values probabilities are probed, and how exact expectations are.
+# Relative distance of probes from thresholds, and tolerance of expectations.
 EPSILON = 1e-5
-# Nats.
+# Nats of an integer unit.
 UNIT = 2.0**-16
 Tokens = tuple[int, ...]
-# A position: the target's logits, p, the draft's distribution, which tokens keep p, and whether all
-# must.
-Row = namedtuple("Row", "logits p q kept is_strict")
+# A position: target logits, p, q, the tokens that are preserved, and whether the position is
+# strict.
+Row = namedtuple("Row", "logits p q preserved is_strict")
 
 
 def _softmax(logits: np.ndarray, before: Tokens) -> np.ndarray:
@@ -47,17 +48,16 @@ def _softmax(logits: np.ndarray, before: Tokens) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A request that samples, in the middle of its answer, and the server's options.
+    """A sampled request in the middle of its answer, and the server's options.
 
     Attributes:
-        every: of drafts that are not drawn, each verified for itself, each so many.
-        answer, room: output tokens so far, and how many may still come.
-        ends: its end of sequence, then its stop tokens.
-        low, masked: tokens far below the first choice, and those that the target cannot emit.
+        every: verifies one fixed draft in this many.
+        answer, tokens_left: output tokens so far, and the number that may follow.
+        ends: end-of-sequence token, then stop tokens.
+        low, masked: tokens far below the argmax, and tokens that the target cannot emit.
         undrafted: tokens that the draft cannot propose.
-        drawn_from: gives what a draft token is drawn from, of its logits and the step's tokens
-            before it; None for their softmax.
-        cuts: whether drafts are cut short, as by adaptive verification.
+        draft_dist: q from the draft's logits and the step's tokens before it; None for the softmax.
+        cuts: shortens drafts, as adaptive verification does.
     """
 
     is_probabilistic: bool
@@ -75,9 +75,9 @@ class Case:
     low: Tokens = ()
     masked: Tokens = ()
     undrafted: Tokens = ()
-    drawn_from: Callable[[np.ndarray, Tokens], np.ndarray] | None = None
+    draft_dist: Callable[[np.ndarray, Tokens], np.ndarray] | None = None
     cuts: bool = False
-    room: int = 40
+    tokens_left: int = 40
     lost: int = 0
 
     @property
@@ -86,63 +86,65 @@ class Case:
         return MarsConfig(**rule, max_loss=self.max_loss, strict_opening=self.opening)
 
     def params(self, seed: int = 0) -> SamplingParams:
-        most, stops = len(self.answer) + self.room, list(self.ends[1:])
-        params = SamplingParams(temperature=1, seed=seed, max_tokens=most, stop_token_ids=stops)
+        max_tokens, stops = len(self.answer) + self.tokens_left, list(self.ends[1:])
+        params = SamplingParams(
+            temperature=1, seed=seed, max_tokens=max_tokens, stop_token_ids=stops
+        )
         params.update_from_generation_config({}, self.ends[0] if self.ends else None)
         return params
 
     @property
-    def useful(self) -> int:
-        """Positions that a further token of the answer can follow."""
-        return max(min(self.steps, self.room - 1), 0)
+    def extendable(self) -> int:
+        """Positions after which another token may follow."""
+        return max(min(self.steps, self.tokens_left - 1), 0)
 
     @functools.cache  # noqa: B019
     def row(self, before: Tokens) -> Row:
-        """The row behind these tokens of the step."""
+        """The row after these tokens of the step."""
         rng = np.random.default_rng([self.seed, len(before), *before])
         logits, noise = rng.normal([[2], [0]], [[1.2], [0.8]], (2, self.vocab))
         logits[[*self.low]] = np.delete(logits, self.low).max() - 5
         draft_logits = (0.5 * logits + noise).astype(np.float32)
-        q = (self.drawn_from or _softmax)(draft_logits, before)
+        q = (self.draft_dist or _softmax)(draft_logits, before)
         q[[*self.undrafted]] = 0
         q /= q.sum()
         logits[[*self.masked]] = -np.inf
         logits, answer = logits.astype(np.float32), (*self.answer, *before)
-        kept = {*self.ends, *self.protected}
+        preserved = {*self.ends, *self.protected}
         if self.theta is None:
-            # What followed the last token before.
+            # Tokens that have followed the last token before.
             pairs = itertools.pairwise(answer)
-            kept |= {follower for token, follower in pairs if token == answer[-1]}
-        is_preserved = np.isin(range(self.vocab), [*kept])
+            preserved |= {follower for token, follower in pairs if token == answer[-1]}
+        is_preserved = np.isin(range(self.vocab), [*preserved])
         if self.is_probabilistic:
             is_preserved |= q == 0
-        is_strict = len(before) >= self.useful or len(answer) < self.opening
+        is_strict = len(before) >= self.extendable or len(answer) < self.opening
         p = special.softmax(logits.astype(float))
         return Row(logits, p, q.astype(float), is_preserved, is_strict)
 
     def rows(self, path: Tokens) -> list[Row]:
-        """Of a draft, and of its bonus."""
+        """Rows of a draft and its bonus token."""
         return [self.row(path[:i]) for i in range(len(path) + 1)]
 
     def is_cut(self, before: Tokens) -> bool:
-        """Whether a draft ends behind these tokens, which is known before the next one is drawn."""
+        """Whether a draft is cut after these tokens, which does not depend on the next one."""
         rng = np.random.default_rng([self.seed, len(before), *before, 1])
         return self.cuts and bool(before) and bool(rng.random() < 0.4)
 
     def verified(self, path: Tokens) -> Tokens:
-        """What is left of a draft."""
+        """The draft up to its cut."""
         return next((path[:i] for i in range(len(path)) if self.is_cut(path[:i])), path)
 
-    def left(self, place: int) -> int:
-        """What the step's tokens up to this place may lose, in units."""
+    def budget(self, position: int) -> int:
+        """Units that the step may lose up to a position."""
         if self.max_loss is None:
             return NO_LIMIT
-        tokens = len(self.answer) + place + 1
+        tokens = len(self.answer) + position + 1
         return max(max_lost(loss_rate(self.max_loss), tokens) - self.lost, 0)
 
 
 _ALL = {"price": None, "max_loss": 0.1, "answer": (1, 2, 3, 4, 1, 2), "opening": 7}
-# "likely" ends are near the first choice; of "later end" only the draft of one matters.
+# "likely ends" are near the argmax; the end of "later end" can only come from the draft.
 FEATURES: dict[str, dict[str, Any]] = {
     "price": {"masked": (3,)},
     "no price": {"price": 0.0},
@@ -150,9 +152,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "large price": {"price": 2.0},
     "theta": {"price": None, "theta": 0.7, "max_loss": None},
     "bound": {"price": 3.0, "max_loss": 0.01, "lost": 62_500},
-    "bound alone": {"price": None, "max_loss": 0.05, "lost": 1 << 17},
+    "only a bound": {"price": None, "max_loss": 0.05, "lost": 1 << 17},
     "opening": {"opening": 2},
-    "room": {"room": 2},
+    "two tokens left": {"tokens_left": 2},
     "a follower": {"answer": (1, 2, 3, 4, 1, 2)},
     "followers": {"answer": (1, 2, 1, 3, 1, 2, 1)},
     "itself a follower": {"answer": (1, 1, 1)},
@@ -162,18 +164,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "likely ends": {"ends": (4, 3)},
     "later end": {"ends": (4,), "masked": (4,), "max_loss": 0.001, "lost": 6553},
     "protected": {"protected": (2,)},
-    "all": {**_ALL, "ends": (4, 1), "protected": (0,), "low": (4, 0), "room": 3},
+    "all": {**_ALL, "ends": (4, 1), "protected": (0,), "low": (4, 0), "tokens_left": 3},
     "outside the draft's vocabulary": {"masked": (3,), "undrafted": (3, 1)},
     "most are outside": {"undrafted": (0, 1, 2, 3), "price": 2.0},
-    "outside, kept, masked": {"undrafted": (1, 2), "masked": (2,), "protected": (1, 0)},
+    "outside, protected, masked": {"undrafted": (1, 2), "masked": (2,), "protected": (1, 0)},
     # With a bound that binds.
     "cut": {"cuts": True, "steps": 3, "vocab": 4, "price": 2.0, "max_loss": 0.01, "lost": 62_500},
     "cut, ends": {"cuts": True, "steps": 3, "vocab": 4, "ends": (3,), "protected": (1,)},
-    "behind the end": {"ends": (0,)},
-    "behind the room": {"room": 0},
+    "after the end": {"ends": (0,)},
+    "no tokens left": {"tokens_left": 0},
 }
 
-# What drafts are drawn under: repetition, frequency and presence penalty, top-k, top-p.
+# Sampling parameters of drafts: repetition, frequency and presence penalty, top-k, top-p.
 PARAMETERS = {
     "top-p": (1.0, 0.0, 0.0, 0, 0.7),
     "top-k": (1.0, 0.0, 0.0, 3, 1.0),
@@ -182,50 +184,50 @@ PARAMETERS = {
 }
 
 
-def case_of(seed: int, *names: str, is_probabilistic: bool, **given: Any) -> Case:
-    """A case of these features, else at a random price and with a random bound."""
+def case_of(seed: int, *names: str, is_probabilistic: bool, **changes: Any) -> Case:
+    """A case of these features, with a random price and bound otherwise."""
     if is_probabilistic and "theta" in names:
         pytest.skip("refused at start")
     rng = np.random.default_rng(seed)
     options = {"price": int(rng.integers(16, 96)) / 64, "lost": int(rng.integers(1 << 16))}
     features = itertools.chain(*(FEATURES[name].items() for name in names))
-    options |= {"max_loss": rng.choice([None, 0.01, 0.2]), **dict(features), **given}
+    options |= {"max_loss": rng.choice([None, 0.01, 0.2]), **dict(features), **changes}
     return Case(is_probabilistic, seed=seed, **options)
 
 
 def cap(units: int) -> float:
-    """The largest price whose loss, at most price**2 / 8, fits."""
+    """The largest price whose loss, at most price**2 / 8, is within the units."""
     return math.sqrt(8 * max(units, 0) * UNIT) * (1 - 2**-20)
 
 
 @functools.cache
 def clipped(case: Case, before: Tokens, price: float) -> np.ndarray:
-    """m = clip(q, w p, w p e^price) outside the kept tokens, with w such that all sums to 1."""
+    """m = clip(q, w p, w p e^price) outside the preserved tokens, normalized by w."""
     row = case.row(before)
 
     def clip(log_w: float) -> np.ndarray:
-        least = math.exp(log_w) * row.p
-        return np.where(row.kept, row.p, np.clip(row.q, least, least * math.exp(price)))
+        lower = math.exp(log_w) * row.p
+        return np.where(row.preserved, row.p, np.clip(row.q, lower, lower * math.exp(price)))
 
     return clip(optimize.brentq(lambda log_w: clip(log_w).sum() - 1, -price - 1e-9, 1e-9))
 
 
-def tilted(p: np.ndarray, x: int, bias: float, kept: np.ndarray) -> tuple[np.ndarray, float]:
-    """m with the bias on token x, and V."""
-    rest = p[~kept].sum()
+def tilted(p: np.ndarray, x: int, bias: float, preserved: np.ndarray) -> tuple[np.ndarray, float]:
+    """m with the bias on token x, and the value V of the position."""
+    rest = p[~preserved].sum()
     z = 1 + p[x] / rest * math.expm1(bias)
-    m = np.where(kept, p, p / z)
+    m = np.where(preserved, p, p / z)
     m[x] *= math.exp(bias)
     return m, rest * math.log(z)
 
 
 def served(case: Case, path: Tokens) -> list[np.ndarray]:
-    """m at each position of a draft; none where rounding decides what the next one may lose."""
+    """m at each position of a draft; none if rounding decides the next position's budget."""
     rows, price = case.rows(path)[:-1], case.price
     if price is None and case.max_loss is not None:
         price = price_units(price_of_bound(case.max_loss, 1.0, case.is_probabilistic)) * UNIT
     if case.is_probabilistic:
-        price = min(price, cap(case.left(0) // max(case.useful, 1)))
+        price = min(price, cap(case.budget(0) // max(case.extendable, 1)))
         strict = [not price or row.is_strict for row in rows]
         return [
             row.p if is_strict else clipped(case, path[:i], price)
@@ -233,63 +235,67 @@ def served(case: Case, path: Tokens) -> list[np.ndarray]:
         ]
     draft = list(zip(path, rows, strict=True))
     if case.theta is not None:
-        kinds = case.theta, frozenset({*case.ends, *case.protected})
-        small = [oracle.is_relaxed(row.logits.tolist(), x, *kinds) for x, row in draft]
-        one, pairs = np.eye(case.vocab), zip(small, draft, strict=True)
-        return [one[x] if is_small and not r.is_strict else r.p for is_small, (x, r) in pairs]
+        protected, one_hot = frozenset({*case.ends, *case.protected}), np.eye(case.vocab)
+        return [
+            one_hot[x]
+            if oracle.is_relaxed(row.logits.tolist(), x, case.theta, protected)
+            and not row.is_strict
+            else row.p
+            for x, row in draft
+        ]
     biases, ahead = [0.0] * len(path), 0.0
-    for i, (x, row) in reversed(list(enumerate(draft[: case.useful]))):
+    for i, (x, row) in reversed(list(enumerate(draft[: case.extendable]))):
         bias = price + ahead
-        if row.is_strict or row.kept[x]:
+        if row.is_strict or row.preserved[x]:
             ahead = 0.0 if x in case.ends else row.p[x] * bias
         else:
-            biases[i], ahead = bias, tilted(row.p, x, bias, row.kept)[1]
-    found, lost = [], 0
+            biases[i], ahead = bias, tilted(row.p, x, bias, row.preserved)[1]
+    dists, lost = [], 0
     for i, (x, row) in enumerate(draft):
-        bias = min(biases[i], cap(case.left(i) - lost))
-        found.append(tilted(row.p, x, bias, row.kept)[0] if bias else row.p)
-        units = special.rel_entr(found[i], row.p).sum() / UNIT
+        bias = min(biases[i], cap(case.budget(i) - lost))
+        dists.append(tilted(row.p, x, bias, row.preserved)[0] if bias else row.p)
+        units = special.rel_entr(dists[i], row.p).sum() / UNIT
         if case.max_loss is not None and 0 < abs(units - round(units)) < 0.02:
             return []
         lost += math.ceil(units)
-    return found
+    return dists
 
 
-# A request's draft, its random numbers (by position; by token for the draw behind the accepted
-# drafts, where a key is weight / noise), and what must come of it up to the answer's end: tokens,
-# how many are drafts, the probability of all that, log m - log p of each, KL(m || p) where looked.
+# A request's draft, its random numbers (uniform by position; noise by token, where a key is weight
+# / noise), and the expected result up to the answer's end: tokens, number of accepted drafts,
+# probability, log m - log p of each token, and KL(m || p) of each position.
 NAMES = "path uniform noise tokens accepted weight ratios losses"
 Probe = namedtuple("Probe", NAMES, defaults=((), 0, 0.0, (), ()))
 
 
 def noises(m: np.ndarray, q: np.ndarray | float) -> list[tuple[int, list[float]]]:
-    """Each token that can be drawn from max(m - q, 0), and noise for which it is."""
+    """Tokens of positive weight in max(m - q, 0), each with noise that samples it."""
     weights = np.maximum(m - q, 0)
-    # With this noise any weight of a token that cannot come would win.
+    # Any positive weight of a token that cannot come would win.
     slack = np.where(m > q * (1 - EPSILON), EPSILON * m, 0) + 1e-30
     noise = (weights + slack * (1 - 2 * np.eye(len(m)))).tolist()
     return [(y, noise[y]) for y in np.flatnonzero(weights > 4 * EPSILON * m).tolist()]
 
 
 def blocks(path: Tokens, rows: list[Row], ms: list[np.ndarray]) -> tuple[list[float], ...]:
-    """Of a drawn draft p_0 .. p_n, h_1 .. h_n, and what is drawn from behind 0 .. n - 1 tokens."""
+    """p_0 .. p_n, h_1 .. h_n, and the residuals after 0 .. n - 1 tokens."""
     p = [1.0]
     for x, row, m in zip(path, rows, ms, strict=False):
         p.append(min(p[-1] * m[x] / row.q[x], 1.0))
-    rests = [np.maximum(a * m - row.q, 0) for a, row, m in zip(p, rows, ms, strict=False)]
-    sums = [rest.sum() for rest in rests[1:]]
+    residuals = [np.maximum(a * m - row.q, 0) for a, row, m in zip(p, rows, ms, strict=False)]
+    sums = [residual.sum() for residual in residuals[1:]]
     h = [s / (s + 1 - a) if s + 1 - a > 0 else 1.0 for a, s in zip(p[1:], sums, strict=False)]
-    return p, [*h, p[-1]], rests
+    return p, [*h, p[-1]], residuals
 
 
 def end_of(case: Case, path: Tokens) -> int:
-    """How many tokens of a draft are part of the answer, and none behind them."""
-    ends = [i + 1 for i, x in enumerate(path) if x in case.ends or i + 1 == case.room]
+    """Tokens of a draft up to the answer's end, or more than its length."""
+    ends = [i + 1 for i, x in enumerate(path) if x in case.ends or i + 1 == case.tokens_left]
     return ends[0] if ends else len(path) + 1
 
 
-def told_of(case: Case, tokens: Tokens, ms: list[np.ndarray]) -> tuple[Tokens, Tokens]:
-    """log m - log p of each token that was not drawn from the bonus row, and KL(m || p)."""
+def reports_of(case: Case, tokens: Tokens, ms: list[np.ndarray]) -> tuple[Tokens, Tokens]:
+    """log m - log p of each token, 0 for a bonus token, and KL(m || p) of each position."""
     rows = [case.row(tokens[:i]) for i in range(len(tokens))]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = [np.log(m[x] / r.p[x]) for x, r, m in zip(tokens, rows, ms, strict=False)]
@@ -297,79 +303,81 @@ def told_of(case: Case, tokens: Tokens, ms: list[np.ndarray]) -> tuple[Tokens, T
     return (*ratios, *[0.0] * (len(tokens) - len(ratios))), tuple(losses)
 
 
-def drawn_probes(case: Case, path: Tokens) -> list[Probe]:
-    """Of all that comes of a drawn draft, but of the bonus token one alone."""
+def probabilistic_probes(case: Case, path: Tokens) -> list[Probe]:
+    """Probes for all outcomes of a probabilistic draft, with one of its bonus tokens."""
     rows, ms = case.rows(path), served(case, path)
-    p, h, rests = blocks(path, rows, ms)
-    found, end, steps = [], end_of(case, path), len(path)
-    for stay in range(steps + 1):
+    p, h, residuals = blocks(path, rows, ms)
+    result, end, steps = [], end_of(case, path), len(path)
+    for num_accepted in range(steps + 1):
         share = math.prod(r.q[x] for r, x in zip(rows, path, strict=False))
         uniform = [0.5] * steps
-        for i in range(max(stay - 1, 0), steps):
-            accepts = i < stay
+        for i in range(max(num_accepted - 1, 0), steps):
+            accepts = i < num_accepted
             share *= h[i] if accepts else 1 - h[i]
-            # Where little is drawn from, float32 is further off.
-            slack = EPSILON * (1 if i + 1 == steps else 1 + 1 / max(rests[i + 1].sum(), 1e-9))
+            # A small residual makes float32 less accurate.
+            slack = EPSILON * (1 if i + 1 == steps else 1 + 1 / max(residuals[i + 1].sum(), 1e-9))
             uniform[i] = h[i] * (1 - slack) if accepts else max(h[i] * (1 + slack), 1e-12)
         if share < 1e-12 or not all(0 < u < 1 for u in uniform):
             continue
-        # What comes behind the answer's end does not count.
+        # The token after the answer's end does not count.
         draws, weights = [(0, [1.0] * case.vocab)], np.ones(case.vocab)
-        if stay == steps < end:
+        if num_accepted == steps < end:
             draws = noises(rows[-1].p, 0.0)
             draws = [draws[sum(path) % len(draws)]]
-        elif stay < end:
-            draws = noises(p[stay] * ms[stay], rows[stay].q)
-            weights = rests[stay] / rests[stay].sum()
+        elif num_accepted < end:
+            draws = noises(p[num_accepted] * ms[num_accepted], rows[num_accepted].q)
+            weights = residuals[num_accepted] / residuals[num_accepted].sum()
         for y, noise in draws:
-            tokens = (*path[:stay], y)[:end]
-            told, weight = told_of(case, tokens, ms), share * weights[y]
-            found.append(Probe(path, uniform, noise, tokens, min(stay, end), weight, *told))
-    return found
+            tokens = (*path[:num_accepted], y)[:end]
+            reports, weight = reports_of(case, tokens, ms), share * weights[y]
+            result.append(
+                Probe(path, uniform, noise, tokens, min(num_accepted, end), weight, *reports)
+            )
+    return result
 
 
 def probes(case: Case, path: Tokens) -> list[Probe]:
-    """Of all that comes of a draft, but of the bonus token one alone."""
-    uniform, even = [0.5] * len(path), [1.0] * case.vocab
-    if case.room <= 0 or case.answer[-1] in case.ends:
+    """Probes for all outcomes of a draft, with one of its bonus tokens."""
+    uniform, equal = [0.5] * len(path), [1.0] * case.vocab
+    if case.tokens_left <= 0 or case.answer[-1] in case.ends:
         # The answer ended before this step.
-        return [Probe(path, uniform, even)]
+        return [Probe(path, uniform, equal)]
     if case.is_probabilistic:
-        return drawn_probes(case, path)
+        return probabilistic_probes(case, path)
     rows, ms = case.rows(path), served(case, path)
-    found, share, end = [], 1.0, end_of(case, path)
+    result, share, end = [], 1.0, end_of(case, path)
     for i, (x, m) in enumerate(zip(path, ms, strict=False)):
         if m[x] * (1 + EPSILON) < 1:
             above = [*uniform[:i], max(m[x] * (1 + EPSILON), 1e-12), *uniform[i + 1 :]]
             rest = np.maximum(m - np.eye(case.vocab)[x], 0)
             for y, noise in noises(m, np.eye(case.vocab)[x]):
                 tokens, weight = (*path[:i], y), share * (1 - m[x]) * rest[y] / rest.sum()
-                told = told_of(case, tokens, ms)
-                found.append(Probe(path, above, noise, tokens, i, weight, *told))
+                reports = reports_of(case, tokens, ms)
+                result.append(Probe(path, above, noise, tokens, i, weight, *reports))
         share *= m[x]
         if not share:
-            return found
+            return result
         uniform[i] = m[x] * (1 - EPSILON)
         if i + 1 == end:
             tokens = path[:end]
-            told = told_of(case, tokens, ms)
-            return [*found, Probe(path, uniform, even, tokens, end, share, *told)]
+            reports = reports_of(case, tokens, ms)
+            return [*result, Probe(path, uniform, equal, tokens, end, share, *reports)]
     if ms:
         draws = noises(rows[-1].p, 0.0)
         y, noise = draws[sum(path) % len(draws)]
-        told = told_of(case, (*path, y), ms)
-        found.append(Probe(path, uniform, noise, (*path, y), len(path), share, *told))
-    return found
+        reports = reports_of(case, (*path, y), ms)
+        result.append(Probe(path, uniform, noise, (*path, y), len(path), share, *reports))
+    return result
 
 
 class Batch:
-    """The probes of a case, and what a step of them all takes, as tensors `[batch, ...]`."""
+    """The probes of a case as the requests of one step, in tensors `[batch, ...]`."""
 
     def __init__(self, case: Case) -> None:
         drafts = itertools.product(range(case.vocab), repeat=case.steps)
         paths = list(dict.fromkeys(map(case.verified, drafts)))
         if case.is_probabilistic:
-            # No draft is of what a draft cannot propose.
+            # A draft has no tokens that it cannot propose.
             paths = [
                 path for path in paths if all(case.row(path[:i]).q[x] for i, x in enumerate(path))
             ]
@@ -380,83 +388,93 @@ class Batch:
         lengths = torch.tensor([len(path) for path in self.paths])
         self.is_draft = torch.arange(case.steps) < lengths[:, None]
         rows = [case.rows(probe.path) for probe in self.probes]
-        self.logits = torch.tensor(np.array([row.logits for own in rows for row in own]))
-        self.q = self._padded([row.q for own in rows for row in own[:-1]], case.vocab).float()
+        self.logits = torch.tensor(np.array([row.logits for path in rows for row in path]))
+        self.q = self._padded([row.q for path in rows for row in path[:-1]], case.vocab).float()
         self.uniform = self._padded([u for probe in self.probes for u in probe.uniform])
         self.noise = torch.tensor([probe.noise for probe in self.probes])
 
     def _padded(self, values: list[Any], *size: int) -> torch.Tensor:
-        """Values of the draft tokens, by request and place; NaN where a draft has ended."""
+        """Values of draft tokens by request and position; NaN past a draft's end."""
         padded = torch.full((*self.is_draft.shape, *size), math.nan, dtype=torch.double)
         padded[self.is_draft] = torch.tensor(np.array(values)).double().reshape(-1, *size)
         return padded
 
     def check(self, reports: Any, emitted: list[list[int]], lost: torch.Tensor) -> None:
-        """Each probe gives what it must, and its report is the distribution of what is emitted.
+        """Checks each probe's output, and the reports against the distribution of the output.
 
-        The reports are of this batch alone; `lost` is by request, in units.
+        `reports` must be of this batch only; `lost` is in units, by request.
         """
         case, wrong, units = self.case, [], lost.numpy()
         table = reports.asked[0].table[:, 0].double().numpy()
-        for probe, tokens, ratios, unit in zip(self.probes, emitted, table, units, strict=True):
-            told, loss = ratios[: len(probe.tokens)], sum(probe.losses) / UNIT
-            is_right = tuple(tokens[: len(told)]) == probe.tokens
-            is_right &= np.allclose(told, probe.ratios, rtol=0, atol=2 * EPSILON)
-            if not is_right or not -0.1 <= unit - loss <= len(probe.losses) + 0.1:
-                wanted = f"{probe.tokens}, {np.array(probe.ratios)}, {loss:.1f}"
-                wrong.append(f"{probe.path}: {tokens}, {told}, {unit}, not {wanted}")
+        for probe, tokens, ratios, lost_units in zip(
+            self.probes, emitted, table, units, strict=True
+        ):
+            reported_ratios, loss = ratios[: len(probe.tokens)], sum(probe.losses) / UNIT
+            is_right = tuple(tokens[: len(reported_ratios)]) == probe.tokens
+            is_right &= np.allclose(reported_ratios, probe.ratios, rtol=0, atol=2 * EPSILON)
+            if not is_right or not -0.1 <= lost_units - loss <= len(probe.losses) + 0.1:
+                expected = f"{probe.tokens}, {np.array(probe.ratios)}, {loss:.1f}"
+                wrong.append(
+                    f"{probe.path}: {tokens}, {reported_ratios}, {lost_units}, not {expected}"
+                )
         assert not wrong, "\n".join([f"{len(wrong)} of {len(table)}, {case}", *wrong[:9]])
         visited, accepted = np.array([(len(p.losses), p.accepted) for p in self.probes]).T
         counts, layout = reports.counters.device_counts, reports.counters.layout
         assert counts[layout.lost] == units.sum()
-        for of, where in ((visited, layout.verified), (accepted, layout.accepted)):
-            wanted = [(of > i).sum() for i in range(case.steps)]
-            assert counts[where].tolist()[: case.steps] == wanted
+        for counted, entry in ((visited, layout.verified), (accepted, layout.accepted)):
+            expected = [(counted > i).sum() for i in range(case.steps)]
+            assert counts[entry].tolist()[: case.steps] == expected
         if not any(visited):
             return
-        # Of each position that is reached, by the tokens before it, and the draft if that is fixed.
+        # By the tokens before a reached position, and by the draft if it is fixed.
         masses = defaultdict(lambda: np.zeros(case.vocab))
         reported = defaultdict(lambda: np.zeros(case.vocab))
         weights = np.array([probe.weight for probe in self.probes])
         sums = [r[: len(p.tokens)].sum() for p, r in zip(self.probes, table, strict=True)]
-        for probe, told in zip(self.probes, table, strict=True):
+        for probe, reported_ratios in zip(self.probes, table, strict=True):
             for i in range(len(probe.losses)):
                 before, token = probe.tokens[:i], probe.tokens[i]
-                where = before, None if case.is_probabilistic else probe.path
-                masses[where][token] += probe.weight
-                reported[where][token] = case.row(before).p[token] * np.exp(told[i])
-        for where, mass in masses.items():
-            np.testing.assert_allclose(mass / mass.sum(), reported[where], rtol=0, atol=EPSILON)
+                entry = before, None if case.is_probabilistic else probe.path
+                masses[entry][token] += probe.weight
+                reported[entry][token] = case.row(before).p[token] * np.exp(reported_ratios[i])
+        for entry, mass in masses.items():
+            np.testing.assert_allclose(mass / mass.sum(), reported[entry], rtol=0, atol=EPSILON)
         if case.is_probabilistic:
-            self._check_law(weights)
+            self._check_joint_distribution(weights)
         weights /= weights.sum()
-        # Nothing mends what theta accepts outright.
+        # Theta accepts tokens with certainty, so weights do not correct it.
         assert case.theta is not None or abs(weights @ np.exp(np.negative(sums)) - 1) < EPSILON
         assert -EPSILON < weights @ (units * UNIT - sums) < case.steps * UNIT + EPSILON
 
-    def _check_law(self, weights: np.ndarray) -> None:
-        """The joint law of a step and of tokens drawn from m behind it, and what is accepted."""
+    def _check_joint_distribution(self, weights: np.ndarray) -> None:
+        """Compares the joint distribution of the tokens, and the acceptance length."""
         case, masses = self.case, defaultdict(float)
         for probe, weight in zip(self.probes, weights, strict=True):
             masses[probe.tokens[: len(probe.path)]] += weight
-        reached = by_position = 0.0
+        by_blocks = by_position = 0.0
         for path in itertools.product(range(case.vocab), repeat=case.steps):
             rows, draft, end = case.rows(path), case.verified(path), end_of(case, path)
             ms = served(case, draft)
-            # Nothing but the target's own follows a draft.
+            # Tokens after the draft are the target's.
             followers = [row.p for row in rows[len(draft) : -1]]
-            own = [m[x] for m, x in zip([*ms, *followers], path, strict=True)][:end]
-            found = [masses[path[:i]] * math.prod(own[i:]) for i in range(len(own) + 1)]
-            assert abs(sum(found) - math.prod(own)) < EPSILON, (path, found, own)
+            factors = [m[x] for m, x in zip([*ms, *followers], path, strict=True)][:end]
+            masses_by_end = [
+                masses[path[:i]] * math.prod(factors[i:]) for i in range(len(factors) + 1)
+            ]
+            assert abs(sum(masses_by_end) - math.prod(factors)) < EPSILON, (
+                path,
+                masses_by_end,
+                factors,
+            )
             q = [row.q[x] for row, x in zip(rows, path, strict=False)]
             if not all(q):
                 continue
             p = blocks(draft, rows[: len(draft) + 1], ms)[0][1:]
-            reached += math.prod(q) * sum(p[:end])
-            ratios = [min(m / q, 1) for m, q, _ in zip(own, q, draft, strict=False)]
+            by_blocks += math.prod(q) * sum(p[:end])
+            ratios = [min(m / q, 1) for m, q, _ in zip(factors, q, draft, strict=False)]
             by_position += math.prod(q) * np.cumprod(ratios).sum()
         accepted = weights @ [probe.accepted for probe in self.probes]
-        assert abs(accepted - reached) < case.steps * EPSILON
-        # A price can leave nothing to gain: what m lacks of q is then all masked.
-        least = EPSILON if case.price == 0 and case.steps > 1 else -EPSILON
-        assert reached - by_position > least
+        assert abs(accepted - by_blocks) < case.steps * EPSILON
+        # With a price, the mass that m lacks of q may all be masked, which leaves no gain.
+        min_gain = EPSILON if case.price == 0 and case.steps > 1 else -EPSILON
+        assert by_blocks - by_position > min_gain

@@ -1,6 +1,6 @@
-"""What reaches a sampler of a step's drafts, by vLLM's own scheduler and grammar, without a model.
+"""Drafts as vLLM's scheduler and grammar pass them to a sampler, without a model.
 
-Tokens are letters; each request has an answer that a regular expression describes.
+Tokens are letters; each answer must match a regular expression.
 """
 
 import functools
@@ -43,9 +43,9 @@ class Scheduled(NamedTuple):
     """A step as vLLM sends it to its workers.
 
     Attributes:
-        output: with the drafts to verify.
-        grammar: what masks the logits.
-        ids: of the requests.
+        output: holds the drafts to verify.
+        grammar: holds the masks of the logits.
+        ids: request ids.
     """
 
     output: SchedulerOutput
@@ -54,17 +54,17 @@ class Scheduled(NamedTuple):
 
     @property
     def drafts(self) -> list[list[int]]:
-        """Of each request, what a worker of V1 verifies."""
-        return [self.output.scheduled_spec_decode_tokens.get(own, []) for own in self.ids]
+        """The draft of each request that a V1 worker verifies."""
+        return [self.output.scheduled_spec_decode_tokens.get(req_id, []) for req_id in self.ids]
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
-        """Masks `[num_rows, vocab]` logits as a worker of V1, and returns them."""
+        """Masks `[num_rows, vocab]` logits as a V1 worker, and returns them."""
         apply_grammar_bitmask(self.output, self.grammar, SimpleNamespace(req_ids=self.ids), logits)
         return logits
 
 
 def write_model(directory: Path) -> str:
-    """Writes what configures an engine, and returns where."""
+    """Writes the files that configure an engine; returns the directory."""
     LlamaConfig(
         vocab_size=END + 1,
         hidden_size=64,
@@ -82,12 +82,12 @@ def write_model(directory: Path) -> str:
 
 
 class Engine:
-    """A scheduler of requests whose drafts are drawn.
+    """A scheduler of requests with probabilistic drafts.
 
     Args:
         model: see `write_model`.
         num_draft: tokens of a draft.
-        is_async: whether steps are scheduled before the last one's tokens are known.
+        is_async: schedules steps before the last step's tokens are known.
         options: of the speculative config.
     """
 
@@ -101,7 +101,7 @@ class Engine:
             max_num_batched_tokens=1 << 14,
             speculative_config={**drafts, "draft_sample_method": "probabilistic", **options},
         ).create_engine_config()
-        # On a CPU vLLM switches it off.
+        # vLLM disables it on a CPU.
         config.scheduler_config.async_scheduling = self._is_async = is_async
         config.cache_config.num_gpu_blocks = 1 << 13
         attention = FullAttentionSpec(
@@ -118,57 +118,57 @@ class Engine:
         )
 
     def enter(self, number: int, regex: str, **sampling) -> SchedulerOutput:
-        """The step in which so many requests come."""
-        for place in range(number):
+        """Adds requests, and schedules their prompts."""
+        for index in range(number):
             params = SamplingParams(
                 max_tokens=16, structured_outputs=StructuredOutputsParams(regex=regex), **sampling
             )
             params.structured_outputs._backend = "xgrammar"
             params.update_from_generation_config({}, END)
-            request = Request(str(place), [0, 1], params, None)
+            request = Request(str(index), [0, 1], params, None)
             self._manager.grammar_init(request)
             request.structured_output_request._grammar.result()
             self.scheduler.add_request(request)
         return self.scheduler.schedule()
 
     def end(self, output: SchedulerOutput, token: int) -> None:
-        """Ends a step in which each request samples the same token."""
+        """Ends a step in which every request samples the same token."""
         ids = list(output.num_scheduled_tokens)
-        places = {own: place for place, own in enumerate(ids)}
-        sampled = ModelRunnerOutput(ids, places, [[token] for _ in ids])
+        indices = {req_id: index for index, req_id in enumerate(ids)}
+        sampled = ModelRunnerOutput(ids, indices, [[token] for _ in ids])
         self.scheduler.update_from_output(output, sampled)
 
     def draft(
         self, paths: Sequence[Sequence[int]], regex: str, answer: int, **sampling
     ) -> Scheduled:
-        """The step that verifies a draft of each request, whose answers so far are one token."""
+        """Schedules the verification of drafts of new requests with one output token."""
         prompts = self.enter(len(paths), regex, **sampling)
         ids = list(prompts.num_scheduled_tokens)
-        drawn = DraftTokenIds(ids, [[*path] for path in paths])
+        drafts = DraftTokenIds(ids, [[*path] for path in paths])
         if self._is_async:
             output = self.scheduler.schedule()
             self.end(prompts, answer)
-            self.scheduler.update_draft_token_ids_in_output(drawn, output)
+            self.scheduler.update_draft_token_ids_in_output(drafts, output)
         else:
             self.end(prompts, answer)
-            self.scheduler.update_draft_token_ids(drawn)
+            self.scheduler.update_draft_token_ids(drafts)
             output = self.scheduler.schedule()
         return Scheduled(output, self.scheduler.get_grammar_bitmask(output), ids)
 
 
 @dataclass(frozen=True)
 class Grammatical(Case):
-    """A case whose answer follows a grammar, of which the drafts know nothing.
+    """A case whose answer must match a grammar, which drafts do not know.
 
     Attributes:
-        regex: what the whole answer matches.
+        regex: matches the whole answer.
     """
 
     regex: str = ""
 
     @property
     def config(self) -> MarsConfig:
-        """Relaxes what is not structured output."""
+        """Relaxes requests without structured output."""
         return MarsConfig(price=1.0, strict_opening=0)
 
     def params(self, seed: int = 0) -> SamplingParams:
@@ -180,7 +180,7 @@ class Grammatical(Case):
     def row(self, before: Tokens) -> Row:
         row = super().row(before)
         text = "".join(WORDS[token] for token in (*self.answer, *before))
-        # Behind what is forbidden, or the end, nothing is.
+        # No row follows a forbidden token or the end.
         is_open = END not in before and regex.fullmatch(self.regex, text, partial=True)
         logits = row.logits.copy()
         for token in range(self.vocab) if is_open else ():
@@ -191,19 +191,22 @@ class Grammatical(Case):
 
 
 def logits_of(case: Case, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The rows of a step before a grammar masks them; float32 `[num_rows, vocab]`."""
-    rows = [Case.row(case, tuple(own[:i])) for own in drafts for i in range(len(own) + 1)]
+    """Rows of a step before the grammar masks them; float32 `[num_rows, vocab]`."""
+    rows = [Case.row(case, tuple(draft[:i])) for draft in drafts for i in range(len(draft) + 1)]
     return torch.tensor(np.array([row.logits for row in rows]))
 
 
-# What follows depends on the place and on the tokens before; by the second an answer may end.
+# Draft lengths by regular expression. Allowed tokens depend on the position and the tokens before;
+# an answer may end by the second.
 REGEXES = {
     "a(a[abd]|b[a-c]|c[b-e]|d[acd])[a-e]{9}": 2,
     "a(b|[acd][a-d]{0,9})": 2,
     "a[ab][a-e]{9}": 1,
 }
-# A mask is as wide as the vocabulary, and vLLM's kernel does not look how wide logits are.
+# The mask has the vocabulary's width, and vLLM's kernel does not check the width of the logits.
 CASES = [
-    Grammatical(True, price=0.0, seed=seed, steps=steps, vocab=len(WORDS), ends=(END,), regex=own)
-    for seed, (own, steps) in itertools.product((1, 3), REGEXES.items())
+    Grammatical(
+        True, price=0.0, seed=seed, steps=steps, vocab=len(WORDS), ends=(END,), regex=pattern
+    )
+    for seed, (pattern, steps) in itertools.product((1, 3), REGEXES.items())
 ]

@@ -1,14 +1,18 @@
-"""One verification step of the V1 model runner without an engine: vLLM's metadata and samplers."""
+"""A verification step of the V1 model runner without an engine: vLLM's metadata and samplers."""
 
 import torch
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_mars import MarsRejectionSampler
+from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.report.counters import Counters
 from vllm_mars.report.worker import StepReports
+from vllm_mars.worker import sampler_v1
 from vllm_mars.worker.engine_params import LazyEngineParams
 from vllm_mars.worker.requests_v1 import RequestsV1
 
@@ -22,13 +26,13 @@ def mars_sampler(
 ):
     engine_params = LazyEngineParams(config, list(protected))
     reports = StepReports(Counters(longest, CPU), config.logprobs == "sampled")
-    # In these tests nobody enters the batch, so each place holds what the server's options say.
+    # No request enters the batch here, so each row has the server's options.
     requests = RequestsV1(config, 20_000, 20_000, is_probabilistic=is_probabilistic)
     return MarsRejectionSampler(Sampler(logprobs_mode), None, CPU, engine_params, reports, requests)
 
 
 def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):
-    """SamplingMetadata of one request for each temperature; 0 is greedy."""
+    """SamplingMetadata with one request for each temperature; 0 is greedy."""
     batch = len(temperatures)
     generators = {
         i: torch.Generator().manual_seed(seed)
@@ -44,7 +48,7 @@ def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):
             ("repetition_penalties", 1.0),
         )
     }
-    given = {
+    defaults = {
         "temperature": None if all(greedy) else torch.tensor(temperatures),
         "all_greedy": all(greedy),
         "all_random": not any(greedy),
@@ -60,11 +64,11 @@ def sampling(temperatures, *, seeds=None, output=None, drafts=None, **changes):
         "logitsprocs": LogitsProcessors(),
         "spec_token_ids": drafts,
     }
-    return SamplingMetadata(**{**given, **penalties, **changes})
+    return SamplingMetadata(**{**defaults, **penalties, **changes})
 
 
 def metadata_of(drafts):
-    """The metadata of a step in which each request's draft rows precede its bonus row."""
+    """Metadata of a step in which each request's draft rows precede its bonus row."""
     metadata = SpecDecodeMetadata.make_dummy(drafts, CPU)
     is_bonus = torch.cat([torch.arange(len(d) + 1) == len(d) for d in drafts])
     metadata.logits_indices = torch.arange(len(is_bonus), dtype=torch.int32)
@@ -74,7 +78,7 @@ def metadata_of(drafts):
 
 
 def step(seed, lengths=LENGTHS):
-    """Random logits and drafts; nine of ten drafts are among the target's first three."""
+    """Random logits and drafts; nine of ten drafts are among the target's top three."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(sum(lengths) + len(lengths), VOCAB, generator=generator) * 3 + 2
     metadata = metadata_of([[0] * n for n in lengths])
@@ -94,3 +98,54 @@ def drafts_of(metadata):
 def emitted(output):
     """The tokens of each request."""
     return [[token for token in row if token != -1] for row in output.sampled_token_ids.tolist()]
+
+
+def check_probes(monkeypatch, batch, drafts, logits):
+    """Verifies all probes of an `enumerated.Batch` in one step, and checks them.
+
+    Args:
+        monkeypatch: sets the random numbers.
+        batch: the probes.
+        drafts: the tokens of each draft, which a scheduler may have cut.
+        logits: float32 `[num_rows, vocab]`.
+    """
+    case = batch.case
+    lengths = torch.tensor([len(draft) for draft in drafts])
+    is_draft = torch.arange(case.steps) < lengths[:, None]
+    uniform = batch.uniform[is_draft]
+    for module in (rejection_sampler, sampler_v1):
+        monkeypatch.setattr(module, "generate_uniform_probs", lambda *_: uniform, raising=False)
+
+    def sample_token(_, req_idx, weights):
+        return int((weights / batch.noise[req_idx]).argmax())
+
+    def sample_bonus(logits, _):
+        return (logits.softmax(-1) / batch.noise).argmax(-1)
+
+    # Noise of strict requests with fixed drafts, of other requests, and of bonus tokens.
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, **_: self.copy_(batch.noise))
+    monkeypatch.setattr(accept.CpuSamplingInputs, "sample_token", sample_token)
+    monkeypatch.setattr(torch.ops._C, "fused_gumbel_argmax", sample_bonus)
+    sampler = mars_sampler(
+        case.config,
+        case.protected,
+        longest=case.steps,
+        is_probabilistic=case.is_probabilistic,
+    )
+    requests = sampler.requests
+    # Requests start without output, since all of a resumed request's budget would count as lost.
+    answers = [[] for _ in drafts]
+    added = [(row, case.params(), [3, 1], answer) for row, answer in enumerate(answers)]
+    requests.update_state(BatchUpdate(len(answers), removed=[], added=added, moved=[]))
+    for answer in answers:
+        answer.extend(case.answer)
+    slots, lost = requests._slots[: len(answers)], requests._records.lost
+    lost[slots] = case.lost
+    monkeypatch.setattr(requests, "returns", lambda _: {0: "a request"})
+    output = sampler(
+        metadata_of(drafts),
+        batch.q[is_draft] if case.is_probabilistic else None,
+        logits,
+        sampling([1.0] * len(answers), output=answers, drafts=drafts),
+    )
+    batch.check(sampler.reports, emitted(output), lost[slots] - case.lost)

@@ -1,14 +1,13 @@
-"""Random steps of Model Runner V2, and what tests ask of them.
+"""Random steps of Model Runner V2.
 
-Imported in processes whose Triton is the interpreter (see `tests/interpreted`).
+For processes whose Triton is the interpreter (see `tests/interpreted`).
 """
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# vLLM's CPU worker puts its stand-ins for pinned memory and streams in place, before the V2 modules
-# take them.
+# Importing vLLM's CPU worker replaces pinned memory and streams, before the V2 modules bind them.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 
@@ -27,7 +26,7 @@ def params(temperature=0.0, seed=None, bad_words=None, **options):
 
 
 def each(temperatures, **options):
-    """The same parameters at several temperatures, each request with a seed of its own."""
+    """The same parameters at several temperatures, each with another seed."""
     return [params(t, seed, **options) for seed, t in enumerate(temperatures, 1)]
 
 
@@ -41,8 +40,8 @@ def random_step(
 ):
     """Random logits and drafts.
 
-    A share `near` of the drafts are the target's tokens of a rank drawn from `ranks` (0 is its
-    first choice); the rest are any tokens.
+    A fraction `near` of the draft tokens have a random target rank from `ranks` (0 is the argmax);
+    the others are any tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = sum(lengths) + len(lengths)
@@ -61,13 +60,13 @@ def random_step(
     if with_draft_logits:
         draft_logits = torch.randn(len(lengths), steps, vocab, generator=generator) * 2
         for index, request in enumerate(requests):
-            # A draft token is one that the draft model finds likely.
+            # The draft model finds its tokens likely.
             draft_logits[index, torch.arange(len(request.drafts)), request.drafts] += 8
     return Step(requests, logits, draft_logits, steps)
 
 
 def emitted(output) -> list[list[int]]:
-    """The tokens of each request; what vLLM leaves after them is undefined."""
+    """Tokens of each request; vLLM leaves the padding undefined."""
     return [
         row[:count].tolist()
         for row, count in zip(output.sampled_token_ids, output.num_sampled.tolist(), strict=True)
@@ -75,7 +74,7 @@ def emitted(output) -> list[list[int]]:
 
 
 def lost_by_ended(requests: RequestsV2, preempted, finished) -> tuple[int, int]:
-    """Of requests that leave: how many end, and what these lost."""
+    """Number of requests that end, and the units that they lost."""
     counters = Counters(1, CPU)
     requests.leave(preempted, finished, counters)
     counts, layout = counters.device_counts, counters.layout
@@ -83,17 +82,13 @@ def lost_by_ended(requests: RequestsV2, preempted, finished) -> tuple[int, int]:
 
 
 class Allocated(TorchDispatchMode):
-    """The tensors that are made inside."""
+    """Records the tensors that are created inside."""
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.tensors = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.found += [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.tensors += [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         return result
-
-    def throw_away(self):
-        for tensor in self.found:
-            tensor.fill_(7)

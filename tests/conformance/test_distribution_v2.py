@@ -1,7 +1,6 @@
-"""What Model Runner V2 emits for sampled requests, and what it says of it: all of it.
+"""Enumerates what Model Runner V2 emits and reports for sampled requests.
 
-Triton's interpreter takes 50 ms for a request, hence small cases; `test_step_v2.py` compares token
-by token.
+Triton's interpreter takes 50 ms per request, so cases are small; `test_step_v2.py` compares tokens.
 """
 
 from dataclasses import replace
@@ -27,62 +26,63 @@ from vllm_mars.worker.draft_sampling_v2 import DraftSampler
 
 pytestmark = pytest.mark.interpreted
 
-# What drafts are drawn at.
+# Draft temperature, as a fraction of the request's.
 SHARE = 0.5
-DAILY = "cut", "forbidden", "bound alone", "followers", "ends", "later end", "protected", "all"
+DAILY = "cut", "forbidden", "only a bound", "followers", "ends", "later end", "protected", "all"
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in FEATURES if name not in DAILY]
-# Of the parameters that drafts are drawn under, all together by day.
-ASKED = [
+# Daily runs use all parameters together.
+PARAMETER_SETS = [
     pytest.param(name, marks=[pytest.mark.nightly] if name != "all parameters" else [])
     for name in PARAMETERS
 ]
 
 
-def filled(like, of_places, seed, rest):
-    """Of a request's row, a float32 tensor of the interpreter; the seed is its place."""
-    like, row = like.to(tl.float32), of_places[int(seed.handle.data.item())]
+def filled(like, by_request, seed, rest):
+    """A request's row as a float32 tensor of the interpreter; the seed is the request's index."""
+    like, row = like.to(tl.float32), by_request[int(seed.handle.data.item())]
     data = np.full(like.handle.data.shape, rest, dtype=np.float32)
     data[: len(row)] = row
     return tl.tensor(TensorHandle(data, tl.float32), like.type)
 
 
 def check(monkeypatch, batch, logits, acceptable=None):
-    """All probes of a case in one step.
+    """Verifies all probes in one step, and checks them.
 
     Args:
+        monkeypatch: sets the random numbers.
         batch: the probes.
         logits: float32 `[num_logits, vocab]`.
-        acceptable: of each request, drafts that are to be verified; None for all.
+        acceptable: number of draft tokens to verify of each request; None for all.
     """
     case = batch.case
     monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
     uniform, log_noise = batch.uniform, batch.noise.log()
 
-    def drawn(seeds_ptr, slot, row, **_):
+    def uniform_of(seeds_ptr, slot, row, **_):
         return filled(row, uniform, tl.load(seeds_ptr + slot), 1.0)
 
     def noised_argmax(logits, keys, mask, seed, *_, **__):
         noised = logits - filled(logits, log_noise, seed, np.inf)
         return tl.max(noised, axis=0, return_indices=True)
 
-    monkeypatch.setattr(accept_kernel, "_uniform", drawn)
+    monkeypatch.setattr(accept_kernel, "_uniform", uniform_of)
     monkeypatch.setattr(draw_kernel, "gumbel_noised_argmax", noised_argmax)
-    own = [3, 1, 4, *case.answer], 3, 3
-    requests = [Request(case.params(i), path, *own) for i, path in enumerate(batch.paths)]
+    tokens = [3, 1, 4, *case.answer]
+    requests = [Request(case.params(i), path, tokens, 3, 3) for i, path in enumerate(batch.paths)]
     draft_logits = SHARE * batch.q.log() if case.is_probabilistic else None
     step = Step(requests, logits, draft_logits, case.steps)
     sampler = step.sampler(case.config, protected=case.protected)
-    # To compile for a first step is counted, too.
+    # The warm-up would be counted.
     sampler._is_warm = True
     if case.is_probabilistic:
         sampler.requests.draft_sampling[0].fill_(SHARE)
     lost = sampler.requests.records.lost
     lost[step.slots] = case.lost
-    monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "asks"})
-    given, invalid = step.batch(), None
+    monkeypatch.setattr(sampler.requests, "returns", lambda _: {0: "a request"})
+    input_batch, invalid = step.batch(), None
     if acceptable is not None:
-        invalid = grammar_invalid_drafts(given, given.req_ids, acceptable)
-    output = sampler(step.logits.clone(), given, step.draft_logits, invalid)
+        invalid = grammar_invalid_drafts(input_batch, input_batch.req_ids, acceptable)
+    output = sampler(step.logits.clone(), input_batch, step.draft_logits, invalid)
     batch.check(sampler.reports, emitted(output), lost[step.slots] - case.lost)
 
 
@@ -93,12 +93,12 @@ def test_v2(monkeypatch, is_probabilistic, name):
     check(monkeypatch, batch, batch.logits)
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_v2_where_drafts_are_drawn_under_parameters(monkeypatch, name):
-    """By what stands in vLLM's speculator, which keeps what it draws from."""
+@pytest.mark.parametrize("name", PARAMETER_SETS)
+def test_v2_with_drafts_under_parameters(monkeypatch, name):
+    """MARS' sampler in vLLM's speculator samples the drafts and stores their logits."""
     case = case_of(1, is_probabilistic=True, steps=2, price=1.0, max_loss=None, answer=(1, 2, 0, 2))
     repetition, frequency, presence, top_k, top_p = PARAMETERS[name]
-    given = SamplingParams(
+    sampling = SamplingParams(
         temperature=1 / SHARE,
         repetition_penalty=repetition,
         frequency_penalty=frequency,
@@ -107,47 +107,45 @@ def test_v2_where_drafts_are_drawn_under_parameters(monkeypatch, name):
         top_p=top_p,
     )
     logits = torch.zeros(2, case.vocab)
-    step = Step([Request(given, [0], [3, 1, 4, *case.answer], 3, 3)], logits, logits[None, :1])
+    step = Step([Request(sampling, [0], [3, 1, 4, *case.answer], 3, 3)], logits, logits[None, :1])
     config = MarsConfig(price=1.0, draft_temperature=SHARE)
     requests = (sampler := step.sampler(config)).requests
     tokens = torch.zeros(1, case.steps, dtype=torch.int64)
-    kept = torch.zeros(3, case.steps + 1, case.vocab)
+    draft_logits = torch.zeros(3, case.steps + 1, case.vocab)
     speculator = SimpleNamespace(
         draft_tokens=tokens, init_cudagraph_manager=None, capture=None, draft_watermarker=None
     )
     runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler)
-    draw = DraftSampler(runner, requests).sample
+    sample = DraftSampler(runner, requests).sample
 
-    def drawn_from(logits, before):
+    def draft_dist(logits, before):
         tokens[0, : len(before)] = torch.tensor(before)
-        draw(
+        sample(
             torch.tensor(logits)[None],
-            *(
-                torch.tensor(step.slots),
-                *requests.draft_sampling,
-                torch.zeros(1, dtype=torch.int64),
-            ),
+            torch.tensor(step.slots),
+            *requests.draft_sampling,
+            torch.zeros(1, dtype=torch.int64),
             apply_temperature=True,
             is_drafting=True,
-            logits_cache=kept,
+            logits_cache=draft_logits,
             logits_cache_col=torch.tensor(len(before)),
         )
-        return kept[step.slots[0], len(before)].softmax(-1).numpy()
+        return draft_logits[step.slots[0], len(before)].softmax(-1).numpy()
 
-    case = replace(case, drawn_from=drawn_from)
+    case = replace(case, draft_dist=draft_dist)
     batch = Batch(case)
-    assert not np.allclose(case.row(()).q, replace(case, drawn_from=None).row(()).q)
+    assert not np.allclose(case.row(()).q, replace(case, draft_dist=None).row(()).q)
     check(monkeypatch, batch, batch.logits)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.regex)
-def test_a_grammar(monkeypatch, tmp_path, is_async, case):
-    """As vLLM schedules its drafts, see `test_grammar.py`."""
+def test_drafts_that_a_grammar_forbids(monkeypatch, tmp_path, is_async, case):
+    """vLLM's scheduler cuts the drafts; see `test_grammar.py`."""
     batch = Batch(case)
     engine = Engine(write_model(tmp_path), case.steps, is_async, **MARS)
     step = engine.draft(batch.paths, case.regex, *case.answer)
-    # Their tokens are the device's.
+    # The tokens are on the device.
     assert list(map(len, step.drafts)) == list(map(len, batch.paths))
     logits = step.mask(logits_of(case, batch.paths))
     check(monkeypatch, batch, logits, step.grammar.num_acceptable_drafts)

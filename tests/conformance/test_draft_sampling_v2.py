@@ -1,4 +1,4 @@
-"""What Model Runner V2 draws drafts from, on vLLM's real state and kernels."""
+"""Sampling of drafts on Model Runner V2, on vLLM's state and kernels."""
 
 from types import SimpleNamespace
 
@@ -20,10 +20,10 @@ NAMES = "repetition_penalty", "frequency_penalty", "presence_penalty", "top_k", 
 
 
 class Speculator:
-    """As much of vLLM's as draws; with stand-ins for its graphs.
+    """The sampling part of vLLM's speculator, with stand-ins for its CUDA graphs.
 
     Attributes:
-        called: whether what was called drew under parameters, and by which graphs.
+        called: calls, whether they sampled under parameters, and the number of their graphs.
     """
 
     draft_watermarker = None
@@ -53,41 +53,38 @@ def runner_of(requests, dtype=torch.float32, vocab=VOCAB):
     speculator = Speculator(len(requests), vocab, dtype)
     runner = SimpleNamespace(speculator=speculator, sampler=sampler.sampler)
     wrap_speculator(runner, config, sampler.requests)
-    # At the share of the temperature.
-    own = [request.sampling.temperature * SHARE for request in requests]
-    sampler.requests.draft_sampling[0][step.slots] = torch.tensor(own)
+    temperatures = [request.sampling.temperature * SHARE for request in requests]
+    sampler.requests.draft_sampling[0][step.slots] = torch.tensor(temperatures)
     return runner, step, sampler
 
 
-def asked():
-    """The requests of `ASKED`."""
-    for temperature, (prompt, output, new, own) in zip(TEMPERATURES, ASKED, strict=True):
-        given = dict(zip(NAMES, own, strict=True))
-        given["top_k"] = 0 if given["top_k"] == VOCAB else given["top_k"]
+def requests_under_parameters():
+    """The requests of `drafted.ASKED`."""
+    for temperature, (prompt, output, new, parameters) in zip(TEMPERATURES, ASKED, strict=True):
+        options = dict(zip(NAMES, parameters, strict=True))
+        options["top_k"] = 0 if options["top_k"] == VOCAB else options["top_k"]
         tokens = [*prompt, *output, *(token for token in new if token >= 0)]
-        yield Request(params(temperature, 1, **given), [0], tokens, len(prompt), len(prompt))
+        yield Request(params(temperature, 1, **options), [0], tokens, len(prompt), len(prompt))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [0, 3])
-def test_drafts_are_drawn_under_the_parameters_of_their_requests(dtype, more):
-    """Which the tokens of the draft so far count for; a draft's vocabulary may be larger.
-
-    The last row fills the batch up.
-    """
-    runner, step, sampler = runner_of([*asked()], dtype, VOCAB + more)
+def test_drafts_are_sampled_under_their_requests_parameters(dtype, more):
+    """Penalties count earlier draft tokens, and a draft's vocabulary may be larger."""
+    runner, step, sampler = runner_of([*requests_under_parameters()], dtype, VOCAB + more)
     speculator, requests = runner.speculator, sampler.requests
     counts = runner.sampler.penalties_state.output_bin_counts
     before, generator = counts.clone(), torch.Generator().manual_seed(3)
+    # The last row is padding.
     slots = torch.tensor([*step.slots, -1])
-    temperature, batch, so_far = requests.draft_sampling[0], len(ASKED), [[] for _ in ASKED]
+    temperature, batch, drafted = requests.draft_sampling[0], len(ASKED), [[] for _ in ASKED]
     speculator.propose(None, temperature, None, is_profile=True)
-    draw = speculator.draw
-    for place in range(K):
+    sample = speculator.draw
+    for position in range(K):
         logits = torch.full((batch + 1, VOCAB + more), -9.0)
         logits[:, :VOCAB] = logits_of(batch + 1, generator)
-        given = logits.double().numpy()
-        drawn = draw(
+        expected_logits = logits.double().numpy()
+        sampled = sample(
             logits.to(dtype),
             slots,
             temperature,
@@ -96,40 +93,42 @@ def test_drafts_are_drawn_under_the_parameters_of_their_requests(dtype, more):
             apply_temperature=True,
             is_drafting=True,
             logits_cache=speculator.draft_logits,
-            logits_cache_col=torch.tensor(place),
+            logits_cache_col=torch.tensor(position),
             use_fp64=False,
         )
-        speculator.draft_tokens[:, place] = drawn
+        speculator.draft_tokens[:, position] = sampled
         assert torch.equal(counts, before)
-        for row, (slot, token) in enumerate(zip(step.slots, drawn.tolist(), strict=False)):
-            prompt, output, new, own = ASKED[row]
-            output = [token for token in (*output, *new, *so_far[row]) if token >= 0]
+        for row, (slot, token) in enumerate(zip(step.slots, sampled.tolist(), strict=False)):
+            prompt, output, new, parameters = ASKED[row]
+            output = [token for token in (*output, *new, *drafted[row]) if token >= 0]
             draft_temperature = TEMPERATURES[row] * SHARE or 1.0
-            q = distribution(given[row], draft_temperature, (prompt, output), own, dtype)
-            kept = (speculator.draft_logits[slot, place].float() / draft_temperature).softmax(-1)
+            q = distribution(
+                expected_logits[row], draft_temperature, (prompt, output), parameters, dtype
+            )
+            cached = speculator.draft_logits[slot, position].float() / draft_temperature
             # A penalized logit in bfloat16 can be rounded the other way.
             rtol = 0 if dtype == torch.float32 else 0.05
-            np.testing.assert_allclose(kept, q, rtol=rtol, atol=1e-6)
+            np.testing.assert_allclose(cached.softmax(-1), q, rtol=rtol, atol=1e-6)
             assert q[token] > 0
             if not TEMPERATURES[row]:
                 assert token == q.argmax()
-            so_far[row].append(token)
-    # Nobody's, and of no request of this batch.
+            drafted[row].append(token)
+    # Other slots are not written.
     others = [slot for slot in range(batch + 2) if slot not in step.slots]
     assert not speculator.draft_logits[others].any()
 
 
-def test_a_batch_without_parameters_is_drafted_by_vllms_own_graphs():
+def test_a_batch_without_parameters_is_drafted_by_vllms_graphs():
     sampling = [params(1.0), params(1.0, top_p=0.8), params(0.0)]
-    runner, step, _ = runner_of([Request(own, [0]) for own in sampling])
+    runner, step, _ = runner_of([Request(params_of_request, [0]) for params_of_request in sampling])
     speculator, states = runner.speculator, runner.sampler.sampling_states
 
-    def propose(*places, **options):
-        batch = SimpleNamespace(idx_mapping_np=step.slots[[*places]])
+    def propose(*rows, **options):
+        batch = SimpleNamespace(idx_mapping_np=step.slots[[*rows]])
         speculator.propose(batch, states.temperature.gpu, states.seeds.gpu, **options)
         return speculator.called.pop()[1:]
 
-    # Where vLLM measures its memory, before it has any graph.
+    # During memory profiling vLLM has no graphs.
     assert propose(0, is_profile=True) == (True, None)
     for made in (2, 4):
         speculator.init_cudagraph_manager(None)
@@ -139,15 +138,17 @@ def test_a_batch_without_parameters_is_drafted_by_vllms_own_graphs():
         assert propose(0, 2) == (False, made - 1)
         assert propose(0, 1, 2) == (True, made)
         assert propose(2) == (False, made - 1)
-        # As after that measurement.
-        graphs = [name for name, it in vars(speculator).items() if isinstance(it, CudaGraphManager)]
+        # As vLLM does after profiling.
+        graphs = [
+            name for name, value in vars(speculator).items() if isinstance(value, CudaGraphManager)
+        ]
         assert len(graphs) == 2
         for name in graphs:
             setattr(speculator, name, None)
 
 
 def test_a_slot_forgets_the_parameters_of_its_last_request():
-    runner, step, sampler = runner_of([*asked()])
+    runner, step, sampler = runner_of([*requests_under_parameters()])
     table, slot = sampler.requests.draft_parameters.table, int(step.slots[3])
     others = [other for other in range(table.shape[1]) if other not in step.slots]
     none = table[:, others[0]].tolist()

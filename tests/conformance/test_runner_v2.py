@@ -1,10 +1,9 @@
-"""What is wrapped around a step of Model Runner V2, on vLLM's real samplers and their state."""
+"""Hooks around a step of Model Runner V2, on vLLM's samplers and state."""
 
 import pytest
 import torch
 
-# vLLM's CPU worker puts its stand-ins for pinned memory and streams in place, before the V2 modules
-# take them.
+# Importing vLLM's CPU worker replaces pinned memory and streams, before the V2 modules bind them.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 
@@ -29,52 +28,59 @@ def runner_of(temperature=1.0, is_probabilistic=True, params=None):
 
 
 def propose(runner):
-    """As a step ends."""
+    """Drafts as at the end of a step."""
     states = runner.sampler.sampling_states
-    own = {"temperature": states.temperature.gpu, "seeds": states.seeds.gpu}
-    runner.speculator.propose(runner._batch, **own, **dict.fromkeys(PROPOSED))
-
-
-PROPOSED = (
-    *("attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled"),
-    *("num_rejected", "last_sampled", "next_prefill_tokens"),
-)
+    runner.speculator.propose(
+        runner._batch,
+        attn_metadata=None,
+        slot_mappings=None,
+        last_hidden_states=None,
+        aux_hidden_states=None,
+        num_sampled=None,
+        num_rejected=None,
+        last_sampled=None,
+        next_prefill_tokens=None,
+        temperature=states.temperature.gpu,
+        seeds=states.seeds.gpu,
+    )
 
 
 def test_a_second_load_model_installs_nothing_twice():
-    """vLLM makes new samplers; the speculator, the slots and the runner's methods are the same."""
+    """vLLM makes new samplers, but the speculator, slots and the runner's methods stay."""
     once, twice = runner_of(), runner_of()
     owners = {twice: ("execute_model", "sample_tokens", "finish_requests")}
     owners |= {twice.req_states: ("add_request",), twice.speculator: ("propose",)}
     wrapped = [(owner, name, getattr(owner, name)) for owner in owners for name in owners[owner]]
     before = twice.rejection_sampler
     twice.reload()
-    assert [getattr(owner, name) for owner, name, _ in wrapped] == [it for *_, it in wrapped]
+    assert [getattr(owner, name) for owner, name, _ in wrapped] == [
+        method for *_, method in wrapped
+    ]
     sampler = twice.rejection_sampler
     assert sampler is not before and sampler.sampler is twice.sampler is not before.sampler
     for runner in (once, twice):
-        # As the drafts of a step have been.
+        # So that the step's drafts have been sampled.
         propose(runner)
         runner.step()
     tokens = [runner.sampled.sampled_token_ids.tolist() for runner in (once, twice)]
     assert tokens[0] == tokens[1]
-    # Drafts are drawn at one share of the temperature, which verification divides by as well, and
-    # with seeds that one change has met.
+    # Drafts have half the temperature, which verification divides by as well, and seeds that were
+    # changed once.
     slots, sampling = twice._batch.idx_mapping, twice.sampler.sampling_states
-    temperature, seeds = (given[slots] for given in twice.speculator.given)
+    temperature, seeds = (values[slots] for values in twice.speculator.given)
     assert temperature.tolist() == [0.5] * BATCH
     if not draws_anew():
         total = twice.req_states.total_len.gpu[slots].long() + twice.sampled.num_sampled
         assert torch.equal(seeds, sampling.seeds.gpu[slots] ^ (total << 32))
     counters = sampler.reports.counters
     twice.step(finished=["1"])
-    # All before the model was loaded again, and one since.
+    # All requests from before the reload, and one since.
     assert counters.device_counts[counters.layout.ended].sum() == BATCH + 1
 
 
 @pytest.mark.parametrize("is_probabilistic", [False, True])
 def test_nothing_is_allocated_while_the_model_is_loaded(monkeypatch, is_probabilistic):
-    """Whose memory vLLM's sleep of level 2 throws away."""
+    """vLLM's sleep of level 2 discards memory that is allocated then."""
     install, loading, stepping = sampler_v2.install, Allocated(), Allocated()
 
     def installed(*args):
@@ -85,11 +91,11 @@ def test_nothing_is_allocated_while_the_model_is_loaded(monkeypatch, is_probabil
     runner = runner_of(is_probabilistic=is_probabilistic)
     with stepping:
         runner.step()
-    assert stepping.found and not loading.found
+    assert stepping.tensors and not loading.tensors
 
 
-def test_requests_that_end_are_counted_by_what_they_lost():
-    """In one launch, as `Counters.add_ended` counts."""
+def test_ended_requests_are_counted_by_their_loss():
+    """The kernel counts as `Counters.add_ended`."""
     runner = runner_of(is_probabilistic=False)
     lost = [0, 4096, 4097, 40 << 16, 4097]
     requests, counters = runner.rejection_sampler.requests, Counters(K, CPU)
@@ -101,26 +107,25 @@ def test_requests_that_end_are_counted_by_what_they_lost():
     assert counters.device_counts.sum() > 0
 
 
-def test_who_wants_to_know_is_told_and_forgotten():
-    asks = {"mars_return": True}
+def test_requests_with_mars_return_are_known_until_they_end():
     params = [
-        SamplingParams(temperature=0, extra_args=asks if i == 3 else {}) for i in range(BATCH)
+        SamplingParams(temperature=0, extra_args={"mars_return": i == 3}) for i in range(BATCH)
     ]
     runner = runner_of(0.0, False, params)
-    requests, places = runner.rejection_sampler.requests, runner._batch.idx_mapping_np
-    assert requests.returns(places) == {3: "3"}
-    assert requests.returns(places[:3]) == {}
+    requests, slots = runner.rejection_sampler.requests, runner._batch.idx_mapping_np
+    assert requests.returns(slots) == {3: "3"}
+    assert requests.returns(slots[:3]) == {}
     requests.leave([], ["3"], Counters(K, CPU))
-    assert requests.returns(places) == {}
+    assert requests.returns(slots) == {}
 
 
 @pytest.mark.parametrize("is_probabilistic", [False, True])
 def test_a_step_of_the_runner_verifies_as_the_benchmark_of_the_kernels(is_probabilistic):
-    """The stand-in for the runner and `Step.verification` hand in the same step."""
+    """`RunnerV2` and `Step.verification` verify the same step."""
     step = step_of(Shape(1.0, is_probabilistic, BATCH, K, 97), CPU)
     runner = RunnerV2(step, "block" if is_probabilistic else "standard")
     runner.step()
     tokens = runner.sampled.sampled_token_ids
-    behind = torch.arange(K + 1) >= runner.sampled.num_sampled[:, None]
+    is_padding = torch.arange(K + 1) >= runner.sampled.num_sampled[:, None]
     expected = tokens_of(step.verification("block" if is_probabilistic else "standard"))
-    assert torch.equal(tokens.masked_fill(behind, -1), expected)
+    assert torch.equal(tokens.masked_fill(is_padding, -1), expected)

@@ -1,4 +1,4 @@
-"""What one verification step of Model Runner V2 emits: vLLM's own sampler beside MARS."""
+"""Verification steps of Model Runner V2: vLLM's sampler against MARS."""
 
 import gc
 import math
@@ -24,9 +24,12 @@ STRICT = [MarsConfig(theta=1.0), MarsConfig(price=0.0)]
 
 
 @pytest.fixture(autouse=True)
-def the_seeds_of_vllm(monkeypatch):
-    """vLLM 0.32 draws by position alone what its `block` compares with: its next step meets the
-    same numbers again, and its output is off by that. With its seeds a step is the same."""
+def vllms_seeds(monkeypatch):
+    """Uses vLLM's seeds, so that steps are equal.
+
+    vLLM 0.32's `block` derives random numbers from positions only, so the next step reuses them,
+    which biases its output.
+    """
     if not draws_anew():
         monkeypatch.setattr(accept_kernel, "step_seed", lambda seed, place: seed)
 
@@ -55,101 +58,103 @@ SETTINGS = {
 }
 
 
-def assert_equal(own, mars):
-    assert emitted(mars) == emitted(own)
-    assert torch.equal(mars.num_sampled, own.num_sampled)
-    assert torch.equal(mars.num_rejected, own.num_rejected)
-    assert mars.sampled_token_ids.shape == own.sampled_token_ids.shape
-    assert mars.sampled_token_ids.dtype == own.sampled_token_ids.dtype
-    assert (own.logprobs_tensors is None) == (mars.logprobs_tensors is None)
-    if own.logprobs_tensors is not None:
+def assert_equal(vllms, mars):
+    assert emitted(mars) == emitted(vllms)
+    assert torch.equal(mars.num_sampled, vllms.num_sampled)
+    assert torch.equal(mars.num_rejected, vllms.num_rejected)
+    assert mars.sampled_token_ids.shape == vllms.sampled_token_ids.shape
+    assert mars.sampled_token_ids.dtype == vllms.sampled_token_ids.dtype
+    assert (vllms.logprobs_tensors is None) == (mars.logprobs_tensors is None)
+    if vllms.logprobs_tensors is not None:
         for field in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
-            one, other = (getattr(o.logprobs_tensors, field) for o in (own, mars))
-            assert torch.equal(one, other), field
+            expected = getattr(vllms.logprobs_tensors, field)
+            assert torch.equal(getattr(mars.logprobs_tensors, field), expected), field
         assert (
-            own.logprobs_tensors.cu_num_generated_tokens
+            vllms.logprobs_tensors.cu_num_generated_tokens
             == mars.logprobs_tensors.cu_num_generated_tokens
         )
-
-
-def by_day(is_by_day):
-    return [] if is_by_day else pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
     ("setting", "with_draft_logits"),
     [
-        # By day every second setting has draft probabilities, and the others have none.
-        pytest.param(setting, with_draft_logits, marks=by_day(number % 2 == with_draft_logits))
+        # Daily runs alternate between settings with and without draft probabilities.
+        pytest.param(
+            setting,
+            with_draft_logits,
+            marks=[] if number % 2 == with_draft_logits else pytest.mark.nightly,
+        )
         for number, setting in enumerate(SETTINGS)
         for with_draft_logits in (False, True)
     ],
 )
 def test_theta_1_is_vllm(setting, with_draft_logits):
     step = random_step(1, SETTINGS[setting], LENGTHS, with_draft_logits=with_draft_logits)
-    # The drafts of a request that has sampled nothing since its prefill are placeholders.
+    # A request without output since its prefill has placeholder drafts.
     step.requests[4].prefill_len = len(step.requests[4].tokens)
     modes = ["raw_logprobs", "processed_logprobs"] if "logprob" in setting else ["raw_logprobs"]
     for mode in modes:
-        own = step.run(None, logprobs_mode=mode)
-        assert_equal(own, step.run(STRICT[with_draft_logits], logprobs_mode=mode))
-    assert max(map(len, emitted(own))) > 1, "no draft was accepted, so little was compared"
+        vllms = step.run(None, logprobs_mode=mode)
+        assert_equal(vllms, step.run(STRICT[with_draft_logits], logprobs_mode=mode))
+    assert max(map(len, emitted(vllms))) > 1, "no draft was accepted, so little was compared"
 
 
 @pytest.mark.parametrize("max_chunk_bytes", [2**30, 97 * 4 * 8])
-def test_each_request_gets_the_logprobs_that_it_asks_for(monkeypatch, max_chunk_bytes):
-    """Top ones or those of named tokens, which vLLM's own leaves out; log m wherever a token is."""
+def test_each_request_gets_its_logprobs(monkeypatch, max_chunk_bytes):
+    """The top logprobs, or named tokens' (which vLLM omits); log m for the sampled token."""
     monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", max_chunk_bytes)
-    asked = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]}, {}, {"logprobs": 0})
-    samplings = [params(t, 3, **asked[i % 4]) for i, t in enumerate(MIXED)]
+    options = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]}, {}, {"logprobs": 0})
+    samplings = [params(t, 3, **options[i % 4]) for i, t in enumerate(MIXED)]
     step = random_step(1, samplings, LENGTHS, ranks=(0, 1, 2))
     output = step.run(
         MarsConfig(price=2.0, strict_opening=0, logprobs="sampled"),
         logprobs_mode="processed_logprobs",
     )
-    found, ratios = output.logprobs_tensors, []
+    tensors, ratios = output.logprobs_tensors, []
     rows = [sum(LENGTHS[:i]) + i for i in range(len(LENGTHS))]
     for request, begin, tokens in zip(step.requests, rows, emitted(output), strict=True):
-        own = request.sampling
+        sampling = request.sampling
         for row, token in enumerate(tokens, begin):
-            expected = (step.logits[row] / (own.temperature or 1.0)).log_softmax(-1)
-            named = own.logprob_token_ids or expected.topk(own.logprobs or 0).indices.tolist()
-            ids = found.logprob_token_ids[row, : 1 + len(named)]
+            expected = (step.logits[row] / (sampling.temperature or 1.0)).log_softmax(-1)
+            named = (
+                sampling.logprob_token_ids or expected.topk(sampling.logprobs or 0).indices.tolist()
+            )
+            ids = tensors.logprob_token_ids[row, : 1 + len(named)]
             assert ids.tolist() == [token, *named]
-            excess = found.logprobs[row, : 1 + len(named)] - expected[ids]
+            excess = tensors.logprobs[row, : 1 + len(named)] - expected[ids]
             ratios.append(excess[0])
             torch.testing.assert_close(excess, (ids == token) * excess[0], atol=1e-5, rtol=0)
     assert max(map(abs, ratios)) > 0.1
 
 
-def test_the_device_says_where_logprobs_are_of_drafts_that_are_cut():
-    """The host knows the lengths before the cut."""
-    asked = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]})
-    samplings = [params(t, 3, **asked[i % 2]) for i, t in enumerate(MIXED)]
+def test_logprobs_of_cut_drafts_are_indexed_on_the_device():
+    """The host only knows the lengths before the cut."""
+    options = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]})
+    samplings = [params(t, 3, **options[i % 2]) for i, t in enumerate(MIXED)]
     step = random_step(1, samplings, LENGTHS)
-    found = []
+    results = []
     for is_cut in (False, True):
         sampler, batch = step.sampler(MarsConfig(price=2.0, strict_opening=0)), step.batch()
         if is_cut:
             sampler.enable_adaptive_verification = True
             batch.cu_num_logits_np = (1 + max(LENGTHS)) * np.arange(len(LENGTHS) + 1)
         tensors = sampler(step.logits.clone(), batch).logprobs_tensors
-        places = tensors.cu_num_generated_tokens
+        indices = tensors.cu_num_generated_tokens
         if is_cut:
-            places = tensors.cu_num_generated_tokens_tensor.tolist()
-        found.append((places, tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist()))
-    assert found[0] == found[1]
+            indices = tensors.cu_num_generated_tokens_tensor.tolist()
+        results.append((indices, tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist()))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("vocab", [1500, pytest.param(9000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("temperatures", [pytest.param(GREEDY, marks=pytest.mark.nightly), MIXED])
 def test_theta_1_is_vllm_over_several_blocks(temperatures, vocab):
-    """vLLM resamples in blocks of 1,024 tokens, and takes maxima over blocks of 8,192."""
+    """vLLM resamples in blocks of 1,024 tokens, and computes maxima over blocks of 8,192."""
     step = random_step(1, each(temperatures), LENGTHS, vocab=vocab, with_draft_logits=True)
     assert_equal(step.run(None), step.run(MarsConfig(theta=1.0)))
 
 
-def test_a_prefill_that_is_not_done_emits_nothing():
+def test_an_unfinished_prefill_emits_nothing():
     tokens = list(range(20))
     requests = [Request(params(), [4, 5]), Request(params(1.0, 1), [], tokens, prefill_len=20)]
     step = Step(requests, torch.randn(4, 97), steps=2)
@@ -161,8 +166,8 @@ def test_a_prefill_that_is_not_done_emits_nothing():
         assert output.num_sampled[1] == output.num_rejected[1] == 0
 
 
-def test_no_relaxed_token_repeats_more_of_the_answer_than_the_first_choice():
-    """A prompt may be copied."""
+def test_no_relaxed_token_repeats_a_longer_ngram_than_the_argmax():
+    """N-grams of the prompt may be repeated."""
     prompt = np.random.default_rng(0).integers(0, 3, 30).tolist()
     relaxed = repeated = 0
     for seed in range(12):
@@ -177,16 +182,17 @@ def test_no_relaxed_token_repeats_more_of_the_answer_than_the_first_choice():
             answer = request.tokens[len(prompt) :]
             *rows, last = step.logits[row : row + len(request.drafts) + 1].tolist()
             row += len(rows) + 1
-            given = rows, request.drafts, oracle.argmax(last)
+            bonus = oracle.argmax(last)
             blocked = []
-            for at, (draft, own) in enumerate(zip(request.drafts, rows, strict=True)):
-                before = [*answer, *request.drafts[:at]]
-                first = oracle.repeats(before, oracle.argmax(own))
+            for position, (draft, logits) in enumerate(zip(request.drafts, rows, strict=True)):
+                before = [*answer, *request.drafts[:position]]
+                first = oracle.repeats(before, oracle.argmax(logits))
                 blocked.append(Verdict.REPEAT * (oracle.repeats(before, draft) > first))
-            verified = oracle.verify(*given, price=1000.0, blocked=blocked)
+            verified = oracle.verify(rows, request.drafts, bonus, price=1000.0, blocked=blocked)
             expected.append(verified.tokens)
             relaxed += verified.relaxed
-            repeated += verified.tokens != oracle.verify(*given, price=1000.0).tokens
+            unguarded = oracle.verify(rows, request.drafts, bonus, price=1000.0)
+            repeated += verified.tokens != unguarded.tokens
         assert emitted(output) == expected
     assert relaxed > 0
     assert repeated > 0
@@ -195,7 +201,7 @@ def test_no_relaxed_token_repeats_more_of_the_answer_than_the_first_choice():
 @pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(theta=0.6)])
 @pytest.mark.parametrize("setting", ["greedy", "mixed logprobs"])
 def test_chunks_change_nothing(monkeypatch, setting, config):
-    """Chunks hold whole requests, so a limit below a request's rows still takes them together."""
+    """A chunk holds whole requests, even if the limit is smaller."""
     step = random_step(2, SETTINGS[setting], LENGTHS, with_draft_logits=True)
     whole = step.run(config)
     for limit, chunks in ((1, 5), (5, 3), (11, 2)):
@@ -210,14 +216,14 @@ def test_chunks_change_nothing(monkeypatch, setting, config):
 
 @pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
 @pytest.mark.parametrize("with_draft_logits", [False, True])
-def test_invalid_drafts(temperatures, with_draft_logits):
-    """What no grammar has looked at: as vLLM at theta 1, and accepted at no theta."""
+def test_invalid_drafts_are_rejected(temperatures, with_draft_logits):
+    """At theta 1 as in vLLM, and at any theta."""
     for seed in range(3):
         step = random_step(seed, each(temperatures), LENGTHS, with_draft_logits=with_draft_logits)
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
-        own = step.run(None, invalid_drafts=invalid)
+        vllms = step.run(None, invalid_drafts=invalid)
         mars = step.run(MarsConfig(theta=1.0), invalid_drafts=invalid)
-        assert_equal(own, mars)
+        assert_equal(vllms, mars)
         relaxed = step.run(MarsConfig(theta=0.01), invalid_drafts=invalid)
         row = 0
         for request, tokens in zip(step.requests, emitted(relaxed), strict=True):
@@ -229,8 +235,8 @@ def test_invalid_drafts(temperatures, with_draft_logits):
 
 @pytest.mark.parametrize("price", [0.0, 0.5])
 @pytest.mark.parametrize("with_draft_logits", [False, True])
-def test_a_seed_repeats_what_is_drawn(price, with_draft_logits):
-    """Whatever the others of the batch draw. Drafts are drawn by seed and position alone."""
+def test_a_seed_repeats_its_tokens(price, with_draft_logits):
+    """Regardless of the other requests' seeds."""
 
     def run(*seeds):
         sampling = [params(t, seed) for t, seed in zip(SAMPLED, seeds, strict=True)]
@@ -245,7 +251,7 @@ def test_a_seed_repeats_what_is_drawn(price, with_draft_logits):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_logprobs_of_a_relaxed_token_are_its_own(mode, temperature):
+def test_a_relaxed_token_has_the_targets_logprobs(mode, temperature):
     logits = torch.tensor([[1.9, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
     step = Step([Request(params(temperature, 1, logprobs=2), [0], [3, 1, 2, 1])], logits)
     output = step.run(MarsConfig(theta=0.9), logprobs_mode=mode)
@@ -272,8 +278,8 @@ def test_logprobs_of_a_relaxed_token_are_its_own(mode, temperature):
 )
 def test_a_forbidden_draft_is_never_accepted(options):
     logits = torch.tensor([[1.99, 2.0, 1.0, 0.9], [0.0, 3.0, 0.0, 0.0]])
-    samples_only = {"top_k", "top_p", "min_p"} & set(options)
-    temperatures = [1.0] * 20 if samples_only else [0.0] * 4 + [1.0] * 16
+    sampled_only = {"top_k", "top_p", "min_p"} & set(options)
+    temperatures = [1.0] * 20 if sampled_only else [0.0] * 4 + [1.0] * 16
     requests = [
         Request(params(temperature, seed, **options), [0], [3, 1, 2, 1])
         for seed, temperature in enumerate(temperatures)
@@ -283,40 +289,32 @@ def test_a_forbidden_draft_is_never_accepted(options):
 
 
 @pytest.mark.parametrize("is_probabilistic", [False, True])
-def test_a_step_holds_no_more_memory_than_vllms(is_probabilistic):
+def test_a_step_allocates_no_more_memory_than_vllms(is_probabilistic):
     step = random_step(1, each(SAMPLED), LENGTHS, vocab=20_000, with_draft_logits=is_probabilistic)
-    most = []
+    peaks = []
     for config in (None, MarsConfig(price=0.5, strict_opening=0)):
-        sampler, given = step.sampler(config), (step.batch(), step.draft_logits, None)
-        sampler(step.logits.clone(), *given)
+        sampler, inputs = step.sampler(config), (step.batch(), step.draft_logits, None)
+        sampler(step.logits.clone(), *inputs)
         logits = step.logits.clone()
-        # What is freed meanwhile would count as memory that the step gives back.
+        # Memory that is freed meanwhile would count as freed by the step.
         gc.collect()
         with torch.profiler.profile(profile_memory=True) as profile:
-            sampler(logits, *given)
-        held = [0]
+            sampler(logits, *inputs)
+        allocated = [0]
         events = profile.profiler.kineto_results.events()
         for event in sorted(events, key=lambda event: event.start_ns()):
             if event.name() == "[memory]":
-                held.append(held[-1] + event.nbytes())
-        most.append(max(held))
-    # A row in float32 has 80 kB.
-    assert most[1] - most[0] < 60_000
+                allocated.append(allocated[-1] + event.nbytes())
+        peaks.append(max(allocated))
+    # A float32 row takes 80 kB.
+    assert peaks[1] - peaks[0] < 60_000
 
 
 @pytest.mark.parametrize("number", range(24))
-def test_random_calls(number):
+def test_random_steps_equal_the_oracle(number):
     assert fuzz.check(np.random.default_rng([7, number])) is None
 
 
-def test_a_wrong_rule_is_found(monkeypatch):
+def test_the_comparison_detects_a_wrong_rule(monkeypatch):
     monkeypatch.setattr(oracle, "is_relaxed", lambda *row: False)
     assert any(fuzz.check(np.random.default_rng([7, number])) for number in range(24))
-
-
-def test_steps_are_real():
-    """The steps reach vLLM's kernels through Triton's interpreter."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
-
-    assert isinstance(rejection_sampler_utils._rejection_kernel, InterpretedFunction)

@@ -1,4 +1,4 @@
-"""The requests that own and MARS engines answer, and how an engine is run on them."""
+"""Requests that vLLM's engines and those with MARS answer, and a runner for the engines."""
 
 import json
 import math
@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_mars.releases import draws_anew
+
 HERE = Path(__file__).parent
 INTERPRETED = HERE.parent / "interpreted"
 STRICT = {"rejection_sample_method": "mars", "mars_theta": 1.0}
 STRICT_PRICE = {"rejection_sample_method": "mars", "mars_price": 0.0}
-# Above every difference of two logits of the tiny models.
+# Exceeds every difference of two logits of the tiny models.
 RELAXED = {
     "rejection_sample_method": "mars",
     "mars_price": 1000.0,
@@ -23,7 +25,7 @@ Request = tuple[list[int] | str, dict[str, Any]]
 
 
 def draft_model(models: Path, **options: Any) -> dict[str, Any]:
-    """A draft model whose drafts are drawn."""
+    """A draft model with probabilistic drafts."""
     return {
         "method": "draft_model",
         "model": str(models / "draft"),
@@ -34,14 +36,18 @@ def draft_model(models: Path, **options: Any) -> dict[str, Any]:
 
 
 def eagle(models: Path, **options: Any) -> dict[str, Any]:
-    head = str(models / "eagle")
-    drafts = {"method": "eagle", "model": head, "num_speculative_tokens": 3}
-    # As vLLM's own, which MARS is compared with.
-    return {**drafts, "draft_sample_method": "greedy", **options}
+    """An EAGLE head with fixed drafts, vLLM's default."""
+    return {
+        "method": "eagle",
+        "model": str(models / "eagle"),
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "greedy",
+        **options,
+    }
 
 
 def prompt(seed: int, length: int = 6) -> list[int]:
-    """Token ids without a meaning; the same seed gives the same prompt."""
+    """Arbitrary token ids; the same seed gives the same prompt."""
     return [3 + (seed * 131 + i * i * 17 + i * 29) % 500 for i in range(length)]
 
 
@@ -54,12 +60,12 @@ def sampled(seed: int | None, **options: Any) -> dict[str, Any]:
 
 
 def kinds_of_sampling() -> dict[str, dict[str, Any]]:
-    """One request for each kind of sampling parameters; lengths differ, so the batch changes.
+    """One request for each kind of sampling parameters, of different lengths.
 
-    vLLM's front end refuses min-p and logit bias under speculation.
+    vLLM's front end rejects min-p and logit bias under speculation.
     """
     some_stop = list(range(0, 512, 5))
-    # The V2 runner takes 128 of them.
+    # The V2 runner takes up to 128.
     some_bad = [[token] for token in range(1, 512, 5)] + [[2, 4], [5, 7, 8]]
     return {
         "greedy": greedy(),
@@ -80,7 +86,7 @@ def kinds_of_sampling() -> dict[str, dict[str, Any]]:
         "sampled, hot": sampled(3, temperature=1.6),
         "sampled, no seed": sampled(None),
         "sampled, top-p": sampled(4, top_p=0.7),
-        # vLLM's CPU sampler ends in an error for top-k alone in a step without drafts.
+        # vLLM's CPU sampler fails for top-k without top-p in a step without drafts.
         "sampled, top-k and top-p": sampled(5, top_k=6, top_p=0.9, temperature=0.8),
         "sampled, penalties": sampled(7, repetition_penalty=1.2, frequency_penalty=0.5),
         "sampled, bad words": sampled(8, bad_words_token_ids=some_bad),
@@ -92,7 +98,7 @@ def kinds_of_sampling() -> dict[str, dict[str, Any]]:
 
 
 def every_kind(longest: int = 20) -> dict[str, Request]:
-    """A request of every kind, with at most `longest` tokens to answer."""
+    """A request of every kind, with at most `longest` output tokens."""
     requests: dict[str, Request] = {}
     for i, (name, sampling) in enumerate(kinds_of_sampling().items()):
         limited = {**sampling, "max_tokens": min(longest, sampling["max_tokens"])}
@@ -103,13 +109,13 @@ def every_kind(longest: int = 20) -> dict[str, Request]:
 
 
 def long_prompts(length: int, tokens: int, seed: int | None) -> dict[str, Request]:
-    """Prompts that one step cannot take whole.
+    """Prompts that are too long for one step.
 
     Args:
-        length: of each prompt.
-        tokens: to answer.
-        seed: of the sampled ones. vLLM's V1 runner on a CPU ends in an error where a prompt with a
-            seed is cut (it asks torch's CPU generator for an offset); None gives them none.
+        length: tokens of each prompt.
+        tokens: output tokens.
+        seed: of sampled requests. vLLM's V1 on a CPU fails if it splits a prompt with a seed, since
+    torch's CPU generator has no offset; None avoids that.
     """
     kinds = {
         "greedy": greedy(max_tokens=tokens),
@@ -124,11 +130,11 @@ def long_prompts(length: int, tokens: int, seed: int | None) -> dict[str, Reques
 
 
 def stop_strings(tokens: int) -> dict[str, Request]:
-    """Answers that end at a string; the tiny models' ids are letters and bytes of the tokenizer."""
+    """Requests with stop strings; the tiny models' ids are letters and bytes of the tokenizer."""
     strings = ["a", "e", "o", "t", "n", "in", "th"]
     return {
         "greedy, stop string": (prompt(80), greedy(max_tokens=tokens, stop=strings)),
-        "greedy, stop string kept": (
+        "greedy, stop string in the output": (
             prompt(81),
             greedy(max_tokens=tokens, stop=strings, include_stop_str_in_output=True),
         ),
@@ -137,7 +143,7 @@ def stop_strings(tokens: int) -> dict[str, Request]:
 
 
 def crowded(count: int, prompt_length: int, tokens: int) -> dict[str, Request]:
-    """Requests of equal length, greedy and sampled by turns, that together overflow a cache."""
+    """Alternating greedy and sampled requests of equal length that together overflow the cache."""
     return {
         f"{'sampled' if i % 2 else 'greedy'} {i}": (
             prompt(60 + i, prompt_length),
@@ -161,15 +167,15 @@ def run(
     """Answers the batches with one engine.
 
     Args:
-        speculative_config: vLLM's, with the options of MARS or without.
+        speculative_config: vLLM's, with or without the options of MARS.
         batches: the requests of each call of `generate`.
-        v2: whether Triton's interpreter, and with it Model Runner V2, is taken.
+        v2: runs Model Runner V2 in Triton's interpreter.
         costs: see `adaptive.py`; None without adaptive verification.
         timeout: seconds.
-        **engine: further arguments of vLLM's LLM; `model` at least.
+        **engine: arguments of vLLM's LLM; at least `model`.
 
     Returns:
-        The result that `engine_process.py` prints, and `log`: all that the process wrote.
+        The result of `engine_process.py`, and `log`, the process's output.
     """
     job = {
         "engine": {
@@ -183,7 +189,7 @@ def run(
         },
         "batches": batches,
         "costs": costs,
-        # vLLM's own sampler on a CPU is compared as mended.
+        # The reference is vLLM's sampler with its CPU kernels fixed.
         "mend": not v2 and "rejection_sample_method" not in speculative_config,
     }
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
@@ -211,21 +217,25 @@ def run(
 
 
 def accepted_share(result: dict[str, Any], batch: int) -> float:
-    """Share of one batch's drafted tokens that was accepted."""
+    """Acceptance rate of one batch."""
     before = result["metrics"][batch - 1] if batch else {}
 
-    def count(what: str) -> float:
-        name = f"vllm:spec_decode_num_{what}_tokens"
+    def count(kind: str) -> float:
+        name = f"vllm:spec_decode_num_{kind}_tokens"
         return result["metrics"][batch][name] - before.get(name, 0)
 
     assert count("draft") > 0
     return count("accepted") / count("draft")
 
 
-def assert_same(names: list[str], own: list, mars: list) -> None:
-    """The answers of one batch: equal in all that a client sees, logprobs up to rounding."""
-    assert len(names) == len(own) == len(mars)
-    for name, expected, answers in zip(names, own, mars, strict=True):
+# vLLM 0.32's `block` reuses random numbers in its next step, so sampled answers differ.
+BY_BLOCKS = () if draws_anew() else ("sampled",)
+
+
+def assert_same(names: list[str], vllms: list, mars: list) -> None:
+    """Compares all that a client sees of a batch; logprobs up to rounding."""
+    assert len(names) == len(vllms) == len(mars)
+    for name, expected, answers in zip(names, vllms, mars, strict=True):
         for one, other in zip(expected, answers, strict=True):
             for key in ("tokens", "text", "finish_reason", "stop_reason"):
                 assert other[key] == one[key], (name, key)
@@ -238,25 +248,26 @@ def assert_same(names: list[str], own: list, mars: list) -> None:
                     assert math.isclose(logprob_2, logprob, abs_tol=1e-4), name
 
 
-# Sampled requests whose probabilistic drafts MARS draws under more than a temperature.
+# Sampled requests whose probabilistic drafts MARS draws under parameters besides the temperature.
 UNDER_PARAMETERS = "sampled, top-", "sampled, penalties", "sampled, logprobs", "sampled with top-p"
 
 
 def assert_same_batches(
-    batches: list[dict[str, Request]], own: dict, mars: dict, but: tuple[str, ...] = ()
+    batches: list[dict[str, Request]], vllms: dict, mars: dict, but: tuple[str, ...] = ()
 ) -> None:
-    """All answers of two engines; and as many tokens drafted, accepted, cached and preempted.
+    """Compares all answers of two engines, and their counters.
 
-    But those whose names begin with one of these, and then the numbers of tokens.
+    Requests whose names start with a prefix in `but` are left out, and then the counters, too.
     """
-    for requests, *both in zip(batches, own["batches"], mars["batches"], strict=True):
+    for requests, *results in zip(batches, vllms["batches"], mars["batches"], strict=True):
         compared = [name for name in requests if not name.startswith(but)]
-        answers = [dict(zip(requests, of, strict=True)) for of in both]
-        assert_same(compared, *([of[name] for name in compared] for of in answers))
+        answers = [dict(zip(requests, result, strict=True)) for result in results]
+        expected, actual = ([by_name[name] for name in compared] for by_name in answers)
+        assert_same(compared, expected, actual)
     if but:
         return
-    for one, other in zip(own["metrics"], mars["metrics"], strict=True):
-        # MARS counts some things of its own besides.
+    for one, other in zip(vllms["metrics"], mars["metrics"], strict=True):
+        # MARS has additional counters.
         assert {name: other[name] for name in one} == one
 
 

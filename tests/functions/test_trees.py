@@ -1,4 +1,4 @@
-"""Trees: hand-computed cases, and random ones whose every path is looked at."""
+"""Verification of trees: hand-computed cases, and random trees with all paths enumerated."""
 
 import math
 
@@ -12,37 +12,37 @@ NAN, INF = math.nan, math.inf
 VALUES = {"theta": [1.0, 0.9, 0.5, 0.0625], "price": [0.0, 0.25, 1.0, 4.0]}
 LOGITS = [0.0, -0.0, 1.0, 1.9, 2.0, 3.0, 10.0, -1.0, -INF]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Tokens 0 to 3. The root prefers 0, then 1 (1 nat less), then 2 (2 nats less).
+# Tokens 0 to 3. The root's argmax is 0; token 1 loses 1 nat, token 2 loses 2.
 ROOT = [5.0, 4.0, 3.0, -9.0]
 SURE = [-9.0, -9.0, -9.0, 9.0]
 # fmt: off
 CASES = {
     # name: (rows, drafts, parents, options, path, loss in nats); row 0 is the root's
-    "theta: a small margin":
+    "theta: small margin":
         ([ROOT, SURE, SURE], [1, 3], [-1, 0], {"theta": 0.75}, [0, 1], 1),
-    "draft: its own order":
+    "draft: order of the draft":
         ([ROOT, SURE, SURE], [1, 0], [-1, -1], {"theta": 0.75, "prefer": "draft"}, [0], 1),
-    "target: the first choice":
+    "target: the argmax":
         ([ROOT, SURE, SURE, SURE], [1, 0, 3], [-1, -1, 0],
          {"theta": 0.75, "prefer": "target"}, [1], 0),
-    "target: without it the smallest loss":
+    "target: otherwise the smallest loss":
         ([[5.0, 4.5, 4.5, 4.5], SURE, SURE, SURE], [3, 1, 2], [-1, -1, -1],
          {"theta": 0.75, "prefer": "target"}, [0], 0.5),
-    "price: of any rank where it pays":
+    "price: any rank within the price":
         ([ROOT, SURE, SURE, SURE], [2, 3, 3], [-1, 0, 1], {"price": 1.0}, [0, 1, 2], 2),
-    "price: too dear for what follows":
+    "price: too expensive for what follows":
         ([ROOT, SURE, SURE], [2, 3], [-1, 0], {"price": 1.0}, [], 0),
-    "price: the branch that is worth more, whatever is preferred":
+    "price: the branch of higher value, for any preference":
         ([ROOT, SURE, SURE, SURE], [0, 1, 3], [-1, -1, 1],
          {"price": 1.5, "prefer": "draft"}, [1, 2], 1),
-    "price: as much, the fewest relaxed":
+    "price: equal values, fewest relaxed":
         ([ROOT, SURE, SURE, SURE], [1, 3, 0], [-1, 0, -1], {"price": 1.0}, [2], 0),
 }
 # fmt: on
 
 
 def as_call(logits, drafts, parents, sizes, root_rows, node_rows, **options):
-    """The arguments of `verify_tree` as tensors; lists are by request, or by node over all."""
+    """Arguments of `verify_tree` as tensors; lists are by request, or by node over all requests."""
     return {
         "logits": logits,
         "draft_token_ids": torch.tensor(drafts, dtype=torch.int32),
@@ -55,12 +55,12 @@ def as_call(logits, drafts, parents, sizes, root_rows, node_rows, **options):
 
 
 def random_call(seed, rule=None, **options):
-    """A ragged batch of trees; the logits are of few values, so that ties are common."""
+    """A ragged batch of trees with few distinct logits, so that ties are common."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 9, rng.integers(1, 4)).tolist()
     rows, vocab = sum(sizes) + len(sizes), int(rng.integers(2, 7))
-    few = rng.choice(LOGITS + ([NAN, INF] if rng.random() < 0.3 else []), (rows, vocab))
-    logits = np.where(rng.random((rows, vocab)) < 0.8, few, rng.normal(3, 2, (rows, vocab)))
+    values = rng.choice(LOGITS + ([NAN, INF] if rng.random() < 0.3 else []), (rows, vocab))
+    logits = np.where(rng.random((rows, vocab)) < 0.8, values, rng.normal(3, 2, (rows, vocab)))
     logits = torch.from_numpy(logits).to(DTYPES[rng.integers(3)])
     order = rng.permutation(rows).tolist()
     root_rows, node_rows = order[: len(sizes)], order[len(sizes) :]
@@ -68,7 +68,7 @@ def random_call(seed, rule=None, **options):
     for root, size in zip(root_rows, sizes, strict=True):
         start = len(drafts)
         for node in range(size):
-            # Mostly a recent node, and a likely token, so that paths get long.
+            # Mostly a recent parent and a likely token, so that paths get long.
             parent = max(-1, node - int(rng.geometric(0.5)))
             row = root if parent < 0 else node_rows[start + parent]
             likely = logits[row].float().nan_to_num(INF).topk(2).indices.tolist()
@@ -79,28 +79,28 @@ def random_call(seed, rule=None, **options):
             drafts.append(draft)
             parents.append(parent)
     rule = rule or str(rng.choice(list(VALUES)))
-    given = {
+    arguments = {
         rule: torch.tensor(rng.choice(VALUES[rule], len(sizes)), dtype=torch.float32),
         "prefer": str(rng.choice(["draft", "target", "longest"])),
         "protected": torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.5 else None,
     }
-    return as_call(logits, drafts, parents, sizes, root_rows, node_rows, **given | options)
+    return as_call(logits, drafts, parents, sizes, root_rows, node_rows, **arguments | options)
 
 
 def judged(call, request, rows, drafts):
-    """Of each draft on its row what it loses, -1 for nothing, or None, by `verify_greedy`."""
-    # At the highest price any loss pays.
+    """Units that each draft token loses by `verify_greedy`: -1 for nothing, None if rejected."""
+    # At the highest price every finite loss pays.
     rule = {"price": 8192} if "price" in call else {"theta": float(call["theta"][request])}
-    both = call["logits"][[row for row in rows for _ in range(2)]]
+    logits = call["logits"][[row for row in rows for _ in range(2)]]
     ends = torch.arange(1, len(rows) + 1, dtype=torch.int32)
-    found = verify_greedy(both, drafts, ends, protected=call["protected"], **rule)
-    columns = (found.num_accepted, found.num_relaxed, found.lost)
-    kinds = zip(*(column.tolist() for column in columns), strict=True)
-    return [(lost if relaxed else -1) if accepted else None for accepted, relaxed, lost in kinds]
+    output = verify_greedy(logits, drafts, ends, protected=call["protected"], **rule)
+    columns = (output.num_accepted, output.num_relaxed, output.lost)
+    results = zip(*(column.tolist() for column in columns), strict=True)
+    return [(lost if relaxed else -1) if accepted else None for accepted, relaxed, lost in results]
 
 
 def expected(call):
-    """Path, number of relaxed nodes, and steps of 2**-16 nats lost, of each request."""
+    """Path, number of relaxed nodes and units lost of each request."""
     start = 0
     for request, end in enumerate(call["cu_num_draft_tokens"].tolist()):
         parents = call["parents"][start:end].tolist()
@@ -119,7 +119,7 @@ def expected(call):
 
 
 def preferred(paths, loss, price, prefer):
-    """The path that is taken of all that are acceptable, the empty one too."""
+    """The best of all acceptable paths, including the empty one."""
 
     def rank(path):
         paid = [loss[node] for node in path if loss[node] >= 0]
@@ -135,20 +135,20 @@ def preferred(paths, loss, price, prefer):
 
 
 def check(call, output):
-    """Compares an output with what the rule says, to the last bit."""
+    """Compares an output with the expected one exactly."""
     start = 0
     for request, (path, num_relaxed, lost) in enumerate(expected(call)):
         ids, rows = (call[name][start:] for name in ("draft_token_ids", "node_rows"))
         last = rows[path[-1]] if path else call["root_rows"][request]
         tokens = [*ids[path].tolist(), int(call["logits"][last].argmax())]
         padding = [-1] * (output.path.shape[1] - len(path))
-        wanted = [tokens + padding, path + padding, len(path), num_relaxed, lost]
-        assert [values[request].tolist() for values in output] == wanted
+        row = [tokens + padding, path + padding, len(path), num_relaxed, lost]
+        assert [values[request].tolist() for values in output] == row
         start = int(call["cu_num_draft_tokens"][request])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_hand_computed(name):
+def test_hand_computed_trees(name):
     rows, drafts, parents, options, path, loss = CASES[name]
     nodes = list(range(1, len(rows)))
     call = as_call(torch.tensor(rows), drafts, parents, [len(drafts)], [0], nodes, **options)
@@ -160,7 +160,7 @@ def test_hand_computed(name):
     assert [token for token in output.output_token_ids[0].tolist() if token >= 0] == tokens
 
 
-def test_takes_the_best_path():
+def test_the_best_path_is_accepted():
     accepted = relaxed = 0
     for seed in range(300):
         call = random_call(seed)
@@ -171,8 +171,8 @@ def test_takes_the_best_path():
     assert accepted > 300 and relaxed > 50
 
 
-def test_no_more_nodes_than_128_are_looked_at():
-    """A chain of 129 first choices: the last is as if it were not there."""
+def test_at_most_128_nodes_are_verified():
+    """A chain of 129 argmaxes."""
     count = 129
     rows = torch.tensor([[0.0, 1.0]] * (count + 1))
     parents, nodes = list(range(-1, count - 1)), list(range(1, count + 1))
@@ -187,11 +187,11 @@ def test_no_more_nodes_than_128_are_looked_at():
         ({"logits": torch.zeros(5, 4, 2)}, r"logits has shape \[0, 4, 2\], but must have"),
         ({"prefer": "deepest"}, "prefer='deepest' is not one of 'draft', 'target', 'longest'"),
         ({"theta": 1.5}, r"theta=1.5 is outside \(0, 1\]"),
-        ({"price": 0.5}, "theta and price: exactly one names the rule; give that one alone."),
-        ({"theta": None}, "theta and price: exactly one names the rule; give that one alone."),
+        ({"price": 0.5}, "theta and price: exactly one names the rule; give only that one."),
+        ({"theta": None}, "theta and price: exactly one names the rule; give only that one."),
     ],
 )
-def test_wrong_argument_is_named(changes, message):
+def test_errors_name_the_wrong_argument(changes, message):
     call = as_call(torch.zeros(5, 4), [1, 2, 3], [-1, 0, -1], [2, 1], [0, 1], [2, 3, 4], theta=0.9)
     with pytest.raises(ValueError, match=message):
         verify_tree(**call | changes)

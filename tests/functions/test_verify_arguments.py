@@ -1,19 +1,9 @@
-"""Every wrong argument of the public functions is named, with the rule."""
+"""Errors of `verify_greedy` name the wrong argument and the rule."""
 
 import pytest
 import torch
 
 from vllm_mars import verify_greedy
-
-
-def arguments(**changes):
-    given = {
-        "logits": torch.zeros(5, 5),
-        "draft_token_ids": torch.tensor([1, 2, 3]),
-        "cu_num_draft_tokens": torch.tensor([1, 3], dtype=torch.int32),
-        "theta": 0.9,
-    }
-    return given | changes
 
 
 @pytest.mark.parametrize(
@@ -46,6 +36,12 @@ def arguments(**changes):
         ({"logits": torch.zeros(5, 5, device="meta")}, "is on cpu, but logits are on meta"),
     ],
 )
-def test_wrong_argument_is_named(changes, message):
+def test_errors_name_the_wrong_argument(changes, message):
+    arguments = {
+        "logits": torch.zeros(5, 5),
+        "draft_token_ids": torch.tensor([1, 2, 3]),
+        "cu_num_draft_tokens": torch.tensor([1, 3], dtype=torch.int32),
+        "theta": 0.9,
+    }
     with pytest.raises(ValueError, match=message):
-        verify_greedy(**arguments(**changes))
+        verify_greedy(**arguments | changes)

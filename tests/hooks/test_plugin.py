@@ -127,7 +127,7 @@ def test_xpress_does_not_draw(packaged_model, tmp_path):
     own = {"mask_token_id": 4, "target_layer_ids": [0]}
     (tmp_path / "config.json").write_text(json.dumps({**shape, **kind, "dflash_config": own}))
     drafts = {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 3}
-    with pytest.raises(ValueError, match="'probabilistic' .* XPress drafts first choices"):
+    with pytest.raises(ValueError, match="'probabilistic' .* XPress drafts argmax tokens"):
         engine_config(packaged_model, {**drafts, **IS_MARS, **DRAWN})
 
 

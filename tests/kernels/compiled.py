@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for GPUs that need not be there, and reads what they became."""
+"""Compiles Triton kernels for GPUs that need not be present, and reads their resource use."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ TARGETS = {
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel: the jitted function, and what it is launched with."""
+    """A recorded kernel launch."""
 
     kernel: JITFunction
     args: tuple[Any, ...]
@@ -29,24 +29,24 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """Name of the kernel."""
         return self.kernel.fn.__name__
 
     def __getitem__(self, name: str) -> Any:
-        """An argument or an option."""
+        """Value of an argument or launch option."""
         if name in self.kwargs:
             return self.kwargs[name]
         return self.args[self.kernel.arg_names.index(name)]
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes.
+    """Resources of a compiled kernel.
 
     Attributes:
-        registers: of a thread.
-        spills: bytes of a thread's stack, where nothing but spilled registers is; on AMD registers.
-        wide_loads: loads of 16 bytes from global memory.
-        fused: multiplications fused with an addition, which round once; not read on AMD.
+        registers: registers per thread.
+        spills: spilled bytes per thread; registers on AMD.
+        wide_loads: 16-byte loads from global memory.
+        fused: fused multiply-adds, which round once; always 0 on AMD.
     """
 
     registers: int
@@ -56,20 +56,20 @@ class Resources(NamedTuple):
 
 
 def launches(call: Callable[[], Any]) -> list[Launch]:
-    """What a call on CPU tensors launches; nothing runs."""
-    found: list[Launch] = []
+    """Records the launches of a call on CPU tensors; no kernel runs."""
+    recorded: list[Launch] = []
 
-    def instead_of_launching(kernel: JITFunction, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: found.append(Launch(kernel, args, kwargs))
+    def record(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: recorded.append(Launch(kernel, args, kwargs))
 
-    with mock.patch.object(JITFunction, "__getitem__", instead_of_launching):
+    with mock.patch.object(JITFunction, "__getitem__", record):
         call()
-    return found
+    return recorded
 
 
 def compile_for(launch: Launch, target: str) -> Resources:
-    """Compiles a launch for one of `TARGETS`; tensors give dtypes and alignment only."""
-    # Triton asks its driver what to compile for, and keeps what it compiled by device.
+    """Compiles a launch for one of `TARGETS`; tensors only provide dtypes and alignment."""
+    # Triton asks its driver for the target, and caches compiled kernels by device.
     driver = SimpleNamespace(
         get_current_device=lambda: target,
         get_current_stream=lambda device: 0,
@@ -92,7 +92,7 @@ def compile_for(launch: Launch, target: str) -> Resources:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return Resources(
         registers=_number(r"REG:(\d+)", usage),
-        # What ptxas puts on the stack it does not count as LOCAL.
+        # ptxas does not count its stack as LOCAL; only spilled registers are on it.
         spills=_number(r"STACK:(\d+)", usage),
         wide_loads=len(re.findall(r"LDG\.E(?:\.\w+)*\.128", asm["sass"])),
         fused=len(re.findall(r"\bfma\.rn", asm["ptx"])),

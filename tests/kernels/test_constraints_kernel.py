@@ -1,4 +1,4 @@
-"""The kernel of what looks at tokens, run by the interpreter, against its definitions."""
+"""The constraints kernel in the interpreter, against the CPU reference."""
 
 import itertools
 
@@ -34,26 +34,23 @@ def ids(values) -> torch.Tensor:
 
 
 class Batch:
-    """Requests in slots, which come, grow, lose tokens and go, and what the definitions say.
+    """Requests in slots that start, grow, lose tokens and end, with the reference's constraints.
 
     Args:
-        seed: of all that is random.
-        kinds: tokens are below it; those below 7 mark something.
-        tracker: markers, or none.
-        ngram: tokens of the longest n-gram; 0 for no guard.
-        window: of the guard.
+        vocab: size of the vocabulary, whose first 7 tokens may be markers.
+        ngram: length of the longest n-gram; 0 disables the check for repeats.
     """
 
     def __init__(
-        self, seed: int, kinds: int, tracker: MarkerTracker, ngram: int, window: int
+        self, seed: int, vocab: int, tracker: MarkerTracker, ngram: int, window: int
     ) -> None:
         self.rng = np.random.default_rng(seed)
-        self.kinds, self.tracker, self.ngram, self.window = kinds, tracker, ngram, window
+        self.vocab, self.tracker, self.ngram, self.window = vocab, tracker, ngram, window
         self.records = Records(torch.full((SLOTS, RECORD_SIZE), -7))
         self.ring = torch.full((SLOTS, window), -7).int()
         self.markers = tracker.markers(CPU)
         self.temperature = torch.tensor([0.0, 1.0] * (SLOTS // 2))
-        self.pads_with_last_token = kinds == 3
+        self.pads_with_last_token = vocab == 3
         self.prompts: dict[int, list[int]] = {}
         self.answers: dict[int, list[int]] = {}
         self.reasons: set[int] = set()
@@ -62,10 +59,10 @@ class Batch:
             self.begin(slot, int(self.rng.integers(0, 8)))
 
     def tokens(self, count: int) -> list[int]:
-        return self.rng.integers(0, self.kinds, count).tolist()
+        return self.rng.integers(0, self.vocab, count).tolist()
 
     def begin(self, slot: int, resumed: int) -> None:
-        """A new request in a slot, with output tokens if it comes back from a preemption."""
+        """Starts a request in a slot, with `resumed` output tokens from before a preemption."""
         self.prompts[slot] = self.tokens(int(self.rng.integers(1, 12)))
         self.answers[slot] = self.tokens(resumed)
         known = self.prompts[slot] + self.answers[slot]
@@ -75,7 +72,7 @@ class Batch:
         record[Column.NUM_SCANNED] = len(known)
         record[Column.RING_END] = len(self.prompts[slot])
         record[Column.SCOPE] = int(self.rng.integers(0, 3))
-        # A strict request among them, for which nothing that repeats is looked for.
+        # Slot 5 holds a strict request, for which repeats are not checked.
         record[Column.VALUE] = int(slot != 5)
 
     def step(self) -> None:
@@ -86,16 +83,15 @@ class Batch:
             answer, length = self.answers[slot], int(rng.integers(0, 11))
             draft = self.tokens(length)
             if len(answer) > 12 and rng.random() < 0.5:
-                at = int(rng.integers(0, len(answer) - 8))
-                draft = (answer[at : at + 6] + draft)[:length]
+                start = int(rng.integers(0, len(answer) - 8))
+                draft = (answer[start : start + 6] + draft)[:length]
             drafts.append(draft)
             expected.append(self.expected(slot, draft))
-        found = self.found(slots, drafts)
-        assert found == expected
-        for reason, repeats, own in itertools.chain(*found):
+        assert self.computed(slots, drafts) == expected
+        for reason, repeats, followers in itertools.chain(*expected):
             self.reasons.add(reason)
             self.repeated += repeats
-            self.listed += len(own)
+            self.listed += len(followers)
         for slot in slots:
             if rng.random() < 0.1:
                 self.begin(slot, int(rng.integers(0, 40)))
@@ -105,16 +101,16 @@ class Batch:
                 self.answers[slot] += self.tokens(int(rng.integers(0, 9)))
 
     def expected(self, slot: int, draft: list[int]) -> list[tuple]:
-        """What the definitions say of a draft."""
+        """The reference's constraints of a draft."""
         answer = self.answers[slot]
         state = self.tracker.advance(0, self.prompts[slot] + answer)
         scope = int(self.records.table[slot, Column.SCOPE])
         reasons = [*self.tracker.blocked(state, draft, scope)]
         if not self.tracker:
-            # Without markers no request may have a scope.
+            # A request cannot set a scope without markers.
             reasons = [0] * len(draft)
         if self.pads_with_last_token:
-            # 3 is the input token before a draft.
+            # The input token before a draft is 3.
             pairs = zip(draft, [3, *draft], strict=False)
             is_filled = [token == last for token, last in pairs]
             reasons = [a or Verdict.REPEAT * b for a, b in zip(reasons, is_filled, strict=True)]
@@ -124,8 +120,8 @@ class Batch:
         rows = cpu_constraints(reasons, draft, repeated, bool(self.temperature[slot]))
         return [(*row[:2], {*row[2]}) for row in rows]
 
-    def found(self, slots, drafts) -> list[list[tuple]]:
-        """What the kernel says of drafts."""
+    def computed(self, slots, drafts) -> list[list[tuple]]:
+        """The kernel's constraints of drafts."""
         table = torch.full((SLOTS, CAPACITY), 1).int()
         prompt, total = torch.zeros((2, SLOTS)).int()
         for slot in range(SLOTS):
@@ -134,9 +130,10 @@ class Batch:
             prompt[slot], total[slot] = len(self.prompts[slot]), len(known)
         rows = [token for draft in drafts for token in (3, *draft)]
         ends = ids([len(draft) + 1 for draft in drafts]).cumsum(0).int()
-        logits = torch.empty(len(rows), max(self.kinds, 4))
-        own = self.records, torch.tensor(slots), total, prompt, 0
-        step = VerifyInputs(logits, ids(rows), ends, *own)
+        logits = torch.empty(len(rows), max(self.vocab, 4))
+        step = VerifyInputs(
+            logits, ids(rows), ends, self.records, torch.tensor(slots), total, prompt, 0
+        )
         constraint_inputs = ConstraintInputs(
             ring=self.ring,
             tokens=table,
@@ -147,14 +144,15 @@ class Batch:
         )
         constraints = listed(compute_constraints(step, constraint_inputs), len(rows))
         size = bucket_size(len(slots), 64), -(-logits.shape[1] // 32)
-        known = constraints_kernel._none_seen.cache_info().misses
-        assert not constraints_kernel._none_seen(*size, logits.device).any()
-        assert constraints_kernel._none_seen.cache_info().misses == known, "it is the kernel's own"
+        misses = constraints_kernel._none_seen.cache_info().misses
+        assert not constraints_kernel._none_seen(*size, logits.device).any(), "not cleared"
+        assert constraints_kernel._none_seen.cache_info().misses == misses, "not the kernel's"
         by_request = [
             constraints[end - len(draft) - 1 : end]
             for draft, end in zip(drafts, ends.tolist(), strict=True)
         ]
-        assert all(own.pop() == (0, False, set()) for own in by_request)
+        bonus_rows = [rows.pop() for rows in by_request]
+        assert bonus_rows == [(0, False, set())] * len(slots)
         return by_request
 
 
@@ -167,18 +165,18 @@ def tracker(which: str) -> MarkerTracker:
 
 
 @pytest.mark.parametrize(
-    ("which", "ngram", "window", "kinds", "reasons"),
+    ("which", "ngram", "window", "vocab", "reasons"),
     [
         ("spans", 0, 8, 10, {0, Verdict.SPAN, Verdict.SCOPE}),
         ("opening", 3, 16, 10, {0, Verdict.SPAN, Verdict.OPENING, Verdict.SCOPE}),
         ("none", 2, 32, 4, {0}),
-        # Where drafts are filled up.
+        # A vocabulary of 3 also tests drafts that are padded with their last token.
         ("none", 4, 16, 3, {0, Verdict.REPEAT}),
         ("none", 4, 64, 20, {0}),
     ],
 )
-def test_equals_the_definitions(which, ngram, window, kinds, reasons):
-    batch = Batch(len(which) + ngram, kinds, tracker(which), ngram, window)
+def test_the_kernel_equals_the_reference(which, ngram, window, vocab, reasons):
+    batch = Batch(len(which) + ngram, vocab, tracker(which), ngram, window)
     for _ in range(16):
         batch.step()
     assert batch.reasons == reasons
@@ -188,40 +186,41 @@ def test_equals_the_definitions(which, ngram, window, kinds, reasons):
 @pytest.mark.parametrize("count", [1_023, 1_024, 1_025, 1_900])
 @pytest.mark.parametrize("slot", [0, 1])
 def test_answers_of_several_blocks(slot, count):
-    """A draft copies what stands at the seam of two blocks, and then repeats itself."""
+    """A draft copies tokens across the boundary of two blocks, and then repeats itself."""
     batch = Batch(0, 60, tracker("none"), 4, 1_024)
     answer = batch.tokens(count)
     begin = max(count - 1_024, 0)
-    for at in (0, begin, 1_020 - begin, count - 8):
-        draft = [*answer[at : at + 8], *answer[at : at + 8]]
+    for start in (0, begin, 1_020 - begin, count - 8):
+        draft = answer[start : start + 8] * 2
         batch.answers[slot] = answer
         batch.records.table[slot, Column.RING_END] = len(batch.prompts[slot])
-        assert batch.found([slot], [draft]) == [batch.expected(slot, draft)]
+        assert batch.computed([slot], [draft]) == [batch.expected(slot, draft)]
 
 
 @pytest.mark.parametrize("count", [MAX_FOLLOWERS, MAX_FOLLOWERS + 1])
-def test_more_followers_than_can_be_listed(count):
-    """The position is strict, and nothing of them is left for the next one."""
+def test_too_many_followers_make_a_position_strict(count):
+    """They do not affect the next position."""
     batch = Batch(0, 50_000, tracker("none"), 4, 1_024)
     answer = [token for other in range(count) for token in (7, 100 + other)]
     for slot in (0, 1):
         batch.answers[slot] = answer
         batch.records.table[slot, Column.RING_END] = len(batch.prompts[slot])
         draft = [7, 100, 101, 7]
-        (found,) = batch.found([slot], [draft])
-        assert found == batch.expected(slot, draft)
-        # One follower of the draft's own can be one too many.
-        reason, repeats, own = found[1]
+        (constraints,) = batch.computed([slot], [draft])
+        assert constraints == batch.expected(slot, draft)
+        # A follower in the draft itself can exceed the limit.
+        reason, repeats, followers = constraints[1]
         fits = count <= MAX_FOLLOWERS
-        assert (reason, repeats, len(own)) == (Verdict.REPEAT * (not fits), True, count * fits)
+        assert (reason, repeats) == (Verdict.REPEAT * (not fits), True)
+        assert len(followers) == count * fits
 
 
 @pytest.mark.parametrize("count", [511, 513, 1_100])
 def test_new_tokens_of_several_blocks(count):
-    """All of an answer is walked through at once where vLLM has taken tokens back."""
+    """The kernel scans the whole answer again after vLLM has taken tokens back."""
     batch = Batch(count, 10, tracker("opening"), 0, 1_024)
     answer, draft = batch.tokens(count), batch.tokens(20)
     batch.answers[0], record = answer, batch.records.table[0]
     record[Column.NUM_SCANNED] = CAPACITY
-    assert batch.found([0], [draft]) == [batch.expected(0, draft)]
+    assert batch.computed([0], [draft]) == [batch.expected(0, draft)]
     assert record[Column.STATE] == batch.tracker.advance(0, batch.prompts[0] + answer)

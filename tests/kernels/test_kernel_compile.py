@@ -1,7 +1,7 @@
-"""The Triton kernels compile for each GPU target without a GPU, and to lean code."""
+"""The Triton kernels compile for each GPU target: spills, registers and load widths."""
 
-import functools
 import sys
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +15,7 @@ from calls import tensors_of
 from compiled import TARGETS, compile_for, launches
 from vllm_mars.kernels import fused
 from vllm_mars.kernels.constraints import fused as constraints_kernel
-from vllm_mars.kernels.counters import fused as beside
+from vllm_mars.kernels.counters import fused as counters
 from vllm_mars.kernels.counters.table import CounterLayout
 from vllm_mars.kernels.drafted.fused import count_drafted
 from vllm_mars.kernels.interface import (
@@ -32,21 +32,25 @@ from vllm_mars.kernels.interface import (
 from vllm_mars.kernels.row_stats.fused import reduce_rows
 from vllm_mars.kernels.rules import RULES
 
-# The others are compiled at night.
+# Nightly runs compile for the other targets, too.
 BY_DAY = "sm_90"
-# The launch settings and the width of the partial results are those of this vocabulary.
+# Determines the launch settings and the width of the partial results.
 VOCAB = 128_256
-# Its rows start at addresses that 16 bytes do not divide.
+# Rows are not aligned to 16 bytes.
 ODD_STRIDE = VOCAB + 1
 
-ids = functools.partial(torch.zeros, dtype=torch.int32)
+ids = partial(torch.zeros, dtype=torch.int32)
 # A request with two draft tokens, and the row of its bonus token.
 ROWS, ONE = ids(3), ids(1)
 RECORDS = Records.new(1, ONE.device)
 PROTECTED = Protected.of(torch.zeros(VOCAB, dtype=torch.bool), ONE.device)
-GUARD = tensors_of(CpuConstraints.of([(0, False, ())] * 3))
+CONSTRAINTS = tensors_of(CpuConstraints.of([(0, False, ())] * 3))
 SAMPLING = SamplingTensors(torch.ones(1), ONE.long())
-DRAWN = SamplingTensors(*SAMPLING[:2], torch.empty(1, 2, VOCAB).half(), torch.ones(1), ONE.long())
+PROBABILISTIC = SAMPLING._replace(
+    draft_logits=torch.empty(1, 2, VOCAB).half(),
+    draft_temperature=torch.ones(1),
+    next_seeds=ONE.long(),
+)
 
 
 def rows(dtype=torch.bfloat16, stride=VOCAB):
@@ -59,7 +63,7 @@ def step(logits=None, most=5):
     )
 
 
-def read(name, logits):
+def reduce(name, logits):
     reduce_rows(step(logits), EngineParams(RULES[name], PROTECTED))
 
 
@@ -72,12 +76,12 @@ def verify(name, sampling=None, most=5, apply_temperature=False):
     fused.verify(
         step(most=most),
         EngineParams(RULES[name], PROTECTED),
-        GUARD,
+        CONSTRAINTS,
         sampling_inputs=sampling_inputs,
     )
 
 
-def look():
+def compute_constraints():
     markers = Markers(ONE.long(), opening=8)
     ring = constraints_kernel.new_ring(1, ONE.device)
     constraint_inputs = ConstraintInputs(
@@ -92,68 +96,68 @@ def look():
 
 
 def count_ended():
-    beside.count_ended(ids(99).long(), CounterLayout(5), ids(10).long(), RECORDS, ONE)
+    counters.count_ended(ids(99).long(), CounterLayout(5), ids(10).long(), RECORDS, ONE)
 
 
 def add_log_ratios():
-    logprobs = torch.zeros(3, 2), ids(3, 2).long()
-    beside.add_log_ratios(*logprobs, torch.zeros(1, 2, 6), torch.ones(1), ONE, ids(2))
+    logprobs, token_ids = torch.zeros(3, 2), ids(3, 2).long()
+    counters.add_log_ratios(logprobs, token_ids, torch.zeros(1, 2, 6), torch.ones(1), ONE, ids(2))
 
 
 def count():
     count_drafted(ids(1, VOCAB), ONE.long(), ids(1, 5).long(), ids(()).long(), 1)
 
 
-def call(function, *arguments, **options):
-    return functools.partial(function, *arguments, **options)
-
-
-# What the samplers and the public functions call, by the kernel and what is peculiar; what else a
-# call launches is another variant.
+# Calls of the samplers and the public functions, named by the kernel that is checked and its
+# options. Other kernels of a call are separate variants.
 VARIANTS = {
     **{
-        f"rows_kernel, {dtype}": call(read, "theta", rows(dtype))
+        f"rows_kernel, {dtype}": partial(reduce, "theta", rows(dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
-    "rows_kernel, z1 alone": call(read, "price", rows()),
-    "rows_kernel, sums": call(verify, "price", SAMPLING),
-    "rows_kernel, sums, divided": call(verify, "price", SAMPLING, apply_temperature=True),
-    "rows_kernel, odd stride": call(read, "theta", rows(stride=ODD_STRIDE)),
-    "accept_kernel, theta": call(verify, "theta"),
-    "accept_kernel, price": call(verify, "price"),
-    "accept_kernel, sampled theta": call(verify, "theta", SAMPLING),
-    "accept_kernel, sampled price": call(verify, "price", SAMPLING),
-    "accept_kernel, sampled, drawn": call(verify, "price", DRAWN),
-    "accept_kernel, theta, 16 drafts": call(verify, "theta", most=16),
-    "accept_kernel, price, 16 drafts": call(verify, "price", most=16),
-    "accept_kernel, sampled theta, 16 drafts": call(verify, "theta", SAMPLING, most=16),
-    "accept_kernel, sampled price, 16 drafts": call(verify, "price", SAMPLING, most=16),
-    "accept_kernel, sampled, drawn, 16 drafts": call(verify, "price", DRAWN, most=16),
-    "clip_kernel": call(verify, "price", DRAWN),
-    "clip_kernel, 16 drafts": call(verify, "price", DRAWN, most=16),
-    "clip_kernel, divided": call(verify, "price", DRAWN, apply_temperature=True),
-    "mass_kernel": call(verify, "price", DRAWN),
-    "mass_kernel, divided": call(verify, "price", DRAWN, apply_temperature=True),
-    "resample_kernel": call(verify, "price", SAMPLING),
-    "resample_kernel, divided": call(verify, "price", SAMPLING, apply_temperature=True),
-    "resample_kernel, drawn": call(verify, "price", DRAWN),
-    "resample_kernel, drawn, divided": call(verify, "price", DRAWN, apply_temperature=True),
-    "constraints_kernel": call(look),
-    "ended_kernel": call(count_ended),
-    "ratios_kernel": call(add_log_ratios),
-    "count_kernel": call(count),
+    "rows_kernel, z1 only": partial(reduce, "price", rows()),
+    "rows_kernel, sums": partial(verify, "price", SAMPLING),
+    "rows_kernel, sums, divided": partial(verify, "price", SAMPLING, apply_temperature=True),
+    "rows_kernel, odd stride": partial(reduce, "theta", rows(stride=ODD_STRIDE)),
+    "accept_kernel, theta": partial(verify, "theta"),
+    "accept_kernel, price": partial(verify, "price"),
+    "accept_kernel, sampled theta": partial(verify, "theta", SAMPLING),
+    "accept_kernel, sampled price": partial(verify, "price", SAMPLING),
+    "accept_kernel, sampled, probabilistic": partial(verify, "price", PROBABILISTIC),
+    "accept_kernel, theta, 16 drafts": partial(verify, "theta", most=16),
+    "accept_kernel, price, 16 drafts": partial(verify, "price", most=16),
+    "accept_kernel, sampled theta, 16 drafts": partial(verify, "theta", SAMPLING, most=16),
+    "accept_kernel, sampled price, 16 drafts": partial(verify, "price", SAMPLING, most=16),
+    "accept_kernel, sampled, probabilistic, 16 drafts": partial(
+        verify, "price", PROBABILISTIC, most=16
+    ),
+    "clip_kernel": partial(verify, "price", PROBABILISTIC),
+    "clip_kernel, 16 drafts": partial(verify, "price", PROBABILISTIC, most=16),
+    "clip_kernel, divided": partial(verify, "price", PROBABILISTIC, apply_temperature=True),
+    "mass_kernel": partial(verify, "price", PROBABILISTIC),
+    "mass_kernel, divided": partial(verify, "price", PROBABILISTIC, apply_temperature=True),
+    "resample_kernel": partial(verify, "price", SAMPLING),
+    "resample_kernel, divided": partial(verify, "price", SAMPLING, apply_temperature=True),
+    "resample_kernel, probabilistic": partial(verify, "price", PROBABILISTIC),
+    "resample_kernel, probabilistic, divided": partial(
+        verify, "price", PROBABILISTIC, apply_temperature=True
+    ),
+    "constraints_kernel": partial(compute_constraints),
+    "ended_kernel": partial(count_ended),
+    "ratios_kernel": partial(add_log_ratios),
+    "count_kernel": partial(count),
 }
-# How many times a kernel goes through a row, by the beginning of a variant's name, the longest one.
+# Passes of a kernel over a row; the longest prefix of a variant's name applies.
 PASSES = {
     "rows_kernel": 1,
     "clip_kernel": 2,
     "mass_kernel": 2,
     "resample_kernel": 1,
-    "resample_kernel, drawn": 2,
+    "resample_kernel, probabilistic": 2,
 }
 
-# Bytes that a variant may spill. Smaller blocks of the draw would spill none; on an H200 these take
-# half the time of small ones where 16 requests sample.
+# Bytes that a variant may spill. Smaller resampling blocks would not spill, but take twice the time
+# on an H200 with 16 sampled requests.
 SPILLS = {
     (name, target): 8
     for name in ("resample_kernel", "resample_kernel, divided")
@@ -167,10 +171,9 @@ SPILLS = {
 
 @pytest.fixture(autouse=True)
 def vllms_functions():
-    """vLLM's noise as Triton's functions, which vLLM has only where it finds a GPU."""
+    """Compiles vLLM's noise functions, which are placeholders without a GPU."""
     modules = {"vllm.triton_utils": SimpleNamespace(tl=tl, triton=triton)}
     with mock.patch.dict(sys.modules, modules):
-        # All else that it imports stays.
         del sys.modules[vllm.v1.worker.gpu.sample.gumbel.__name__]
         sys.modules.pop("vllm_mars.kernels.accept.resample", None)
         yield
@@ -184,33 +187,32 @@ def vllms_functions():
 def test_compiled_code(variant, target):
     name = variant.split(",")[0]
     (launch,) = (one for one in launches(VARIANTS[variant]) if one.name == name)
-    found = compile_for(launch, target)
-    assert found.spills <= SPILLS.get((variant, target), 0)
-    # Where a request samples, exponentials and logarithms are made of such.
+    resources = compile_for(launch, target)
+    assert resources.spills <= SPILLS.get((variant, target), 0)
+    # Exponentials and logarithms of sampled requests use fused multiply-adds.
     if name == "accept_kernel" and "sampled" not in variant:
-        assert found.fused == 0, "what is compared must be rounded"
+        assert resources.fused == 0, "values must be rounded before they are compared"
     passes = [PASSES[begin] for begin in PASSES if variant.startswith(begin)]
     if passes and "odd stride" not in variant:
         block = launch["BLOCK"] * (4 if "float32" in variant else 2)
         threads = launch["num_warps"] * TARGETS[target].warp_size
         least = passes[-1] * (block // threads // 16)
-        assert found.wide_loads >= least, "a row must be read in 16-byte loads"
+        assert resources.wide_loads >= least, "a row must be read in 16-byte loads"
     if name == "rows_kernel" and "odd stride" not in variant:
-        # 8 warps of 40 registers leave room for six programs on a multiprocessor, of 64, which the
-        # sums of exponentials take, for four; on a CDNA 3 unit 64 are the most with which it holds
-        # as many waves as it can.
+        # With 8 warps a multiprocessor holds six programs of 40 registers, or four of 64, which
+        # the sums of exponentials need. A CDNA 3 unit has full occupancy up to 64.
         most = 64 if "sums" in variant or target.startswith("gfx") else 40
-        assert found.registers <= most
+        assert resources.registers <= most
 
 
 @triton.jit
 def spilling_kernel(out_ptr):
-    place = tl.arange(0, 2048)
-    value = tl.load(out_ptr + place)
-    tl.store(out_ptr + place, tl.cumsum(value, axis=0) / value)
+    offset = tl.arange(0, 2048)
+    value = tl.load(out_ptr + offset)
+    tl.store(out_ptr + offset, tl.cumsum(value, axis=0) / value)
 
 
-def test_a_spilled_register_is_seen():
+def test_a_spilled_register_is_found():
     (launch,) = launches(lambda: spilling_kernel[(1,)](torch.ones(2048), num_warps=1, maxnreg=32))
     assert compile_for(launch, BY_DAY).spills > 0
 
@@ -220,6 +222,6 @@ def fused_kernel(out_ptr, a, b):
     tl.store(out_ptr, tl.load(out_ptr) * a + b)
 
 
-def test_a_fused_multiplication_is_seen():
+def test_a_fused_multiply_add_is_found():
     (launch,) = launches(lambda: fused_kernel[(1,)](torch.zeros(1), 2.5, 3.5))
     assert compile_for(launch, BY_DAY).fused == 1

@@ -1,4 +1,4 @@
-"""Launches that are looked up are of the kernels that Triton would take."""
+"""The launch cache returns the compiled kernels that Triton would choose."""
 
 import itertools
 
@@ -31,60 +31,63 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Steps:
-    """Random steps of one engine after the other.
-
-    Args:
-        seed: of all that is random.
-    """
+    """Random steps of one random engine after the other."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.records = Records.new(SLOTS, CPU)
 
-    def one_of(self, *choices):
+    def choice(self, *choices):
         return choices[self.rng.integers(len(choices))]
 
     def ids(self, *shape: int) -> torch.Tensor:
         """Integers of 32 or 64 bits."""
-        return self.view(*shape, dtype=self.one_of(torch.int32, torch.int64))
+        return self.view(*shape, dtype=self.choice(torch.int32, torch.int64))
 
     def view(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """Zeros that begin anywhere in memory, as vLLM's slices do."""
+        """Zeros at any alignment, as in vLLM's slices."""
         start, size = int(self.rng.integers(0, 9)), int(np.prod(shape))
         return torch.zeros(size + start, dtype=dtype)[start:].view(shape)
 
     def begin(self) -> None:
-        """Another engine."""
-        self.vocab = self.one_of(1_000, 4_096, 32_000, 32_001, 50_256)
-        self.k = self.one_of(1, 2, 5, 8, 11)
+        """Starts another engine."""
+        self.vocab = self.choice(1_000, 4_096, 32_000, 32_001, 50_256)
+        self.k = self.choice(1, 2, 5, 8, 11)
         protected = None
         if self.rng.random() < 0.8:
             mask = torch.zeros(self.vocab, dtype=torch.bool)
-            mask[: self.one_of(0, 40)] = True
+            mask[: self.choice(0, 40)] = True
             protected = Protected.of(mask, CPU)
-        self.engine_params = EngineParams(self.one_of(*RULES.values()), protected)
-        self.markers = self.one_of(None, Markers(torch.zeros(9, dtype=torch.int64), opening=8))
-        self.ngram, self.pads_with_last_token = self.one_of(0, 4), self.one_of(False, True)
-        self.use_fp64 = self.one_of(False, True)
+        self.engine_params = EngineParams(self.choice(*RULES.values()), protected)
+        self.markers = self.choice(None, Markers(torch.zeros(9, dtype=torch.int64), opening=8))
+        self.ngram, self.pads_with_last_token = self.choice(0, 4), self.choice(False, True)
+        self.use_fp64 = self.choice(False, True)
         self.drafts = None
         if not self.engine_params.rule.outright and self.rng.random() < 0.7:
-            wide = self.vocab + self.one_of(0, 0, 3, 16)
-            dtype = self.one_of(*DTYPES)
+            wide = self.vocab + self.choice(0, 0, 3, 16)
+            dtype = self.choice(*DTYPES)
             self.drafts = torch.zeros((SLOTS, self.k, wide), dtype=dtype)[..., : self.vocab]
 
     def rows(self, size: int) -> torch.Tensor:
-        """Logits of any dtype, stride and beginning."""
-        wide, first = self.vocab + self.one_of(0, 0, 1, 8, 16), self.one_of(0, 0, 1, 2, 3)
-        rows = torch.zeros((first + size, wide), dtype=self.one_of(*DTYPES))
+        """Logits of any dtype, stride and alignment."""
+        wide, first = self.vocab + self.choice(0, 0, 1, 8, 16), self.choice(0, 0, 1, 2, 3)
+        rows = torch.zeros((first + size, wide), dtype=self.choice(*DTYPES))
         return rows[first:, : self.vocab]
 
     def step(self) -> None:
         """Launches a step."""
         batch = int(self.rng.integers(1, SLOTS + 1))
         size = batch + int(self.rng.integers(0, batch * self.k + 1))
-        request_tensors = self.view(SLOTS), self.view(SLOTS)
-        own = self.records, self.ids(batch), *request_tensors, self.k
-        step = VerifyInputs(self.rows(size), self.ids(size), self.view(batch), *own)
+        step = VerifyInputs(
+            logits=self.rows(size),
+            input_ids=self.ids(size),
+            cu_num_logits=self.view(batch),
+            records=self.records,
+            slots=self.ids(batch),
+            total_len=self.view(SLOTS),
+            prompt_len=self.view(SLOTS),
+            num_speculative_tokens=self.k,
+        )
         constraints, sampling_inputs = None, None
         if self.markers is not None or self.ngram or self.pads_with_last_token:
             constraints = ConstraintInputs(
@@ -98,20 +101,27 @@ class Steps:
         if self.rng.random() < 0.7:
             sampling = SamplingTensors(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
             if self.drafts is not None:
-                seeds = self.one_of(None, torch.zeros(SLOTS, dtype=torch.int64))
-                sampling = SamplingTensors(*sampling[:2], self.drafts, torch.ones(SLOTS), seeds)
-            by_row = self.ids(size), self.ids(size), self.ids(size)
+                sampling = sampling._replace(
+                    draft_logits=self.drafts,
+                    draft_temperature=torch.ones(SLOTS),
+                    next_seeds=self.choice(None, torch.zeros(SLOTS, dtype=torch.int64)),
+                )
             sampling_inputs = SamplingInputs(
-                sampling, *by_row, self.use_fp64, self.one_of(False, True)
+                sampling,
+                self.ids(size),
+                self.ids(size),
+                self.ids(size),
+                self.use_fp64,
+                self.choice(False, True),
             )
-        table = self.one_of(None, torch.zeros(batch, 2, self.k + 1))
+        table = self.choice(None, torch.zeros(batch, 2, self.k + 1))
         step_counters = StepCounters(
             torch.zeros(CounterLayout(self.k).size, dtype=torch.int64), table
         )
         fused.verify(step, self.engine_params, constraints, step_counters, sampling_inputs)
 
 
-def test_random_steps_launch_what_triton_would_take():
+def test_random_steps_launch_the_kernels_that_triton_would_choose():
     steps, launched = Steps(0), []
     with launcher.without_compiling(lambda name, _: launched.append(name)) as compiled:
         for number in range(4_000):
@@ -120,38 +130,37 @@ def test_random_steps_launch_what_triton_would_take():
             steps.step()
     assert len(launched) > 12_000
     assert len({*launched}) == 6
-    # What is looked up is far more than what is found the first time.
+    # Most launches hit the cache.
     assert len(compiled) < len(launched) / 2
 
 
 @triton.jit
 def added_kernel(out_ptr, value, number, size: tl.constexpr):
-    place = tl.arange(0, size)
-    tl.store(out_ptr + place, value + number)
+    offset = tl.arange(0, size)
+    tl.store(out_ptr + offset, value + number)
 
 
-def test_another_kernel_than_tritons_is_an_error():
-    """Of numbers the caller need say nothing, of tensors all that differs."""
-    one = launch.launch_cache_for(CPU, torch.float32)
+def test_a_cached_kernel_of_other_arguments_is_an_error():
+    """The cache key must name the properties of tensors, but not those of numbers."""
+    cache = launch.launch_cache_for(CPU, torch.float32)
     out, ids = torch.zeros(32), torch.zeros(32, dtype=torch.int32)
     with launcher.without_compiling(lambda *_: None) as compiled:
         for number, block in itertools.product((1, 2, 16, 2**40), (16, 32)):
-            one.launch(added_kernel, (1, 1, 1), out, 0.5, number, block)
+            cache.launch(added_kernel, (1, 1, 1), out, 0.5, number, block)
         assert len(compiled) == 8
-        one.launch(added_kernel, (1, 1, 1), out, 0.5, 16, 16)
+        cache.launch(added_kernel, (1, 1, 1), out, 0.5, 16, 16)
         for other in (ids, out[1:]):
             with pytest.raises(AssertionError, match="added_kernel was compiled for other argum"):
-                one.launch(added_kernel, (1, 1, 1), other, 0.5, 16, 16)
+                cache.launch(added_kernel, (1, 1, 1), other, 0.5, 16, 16)
 
 
 @pytest.mark.skipif(not launcher.has_compiler(), reason="needs a C compiler")
-def test_tritons_launcher_and_the_hooks_of_profilers_are_told(monkeypatch):
-    told = []
-    hooks = triton.knobs.runtime
-    one, out = launch.launch_cache_for("a profile"), torch.zeros(16)
+def test_a_cached_launch_calls_the_hooks_of_profilers(monkeypatch):
+    calls = []
+    cache, out = launch.launch_cache_for("a profile"), torch.zeros(16)
     with launcher.without_a_driver():
-        one.launch(added_kernel, (1, 1, 1), out, 0.5, 1, 16, num_warps=1)
-        monkeypatch.setattr(hooks.launch_enter_hook, "calls", [lambda of: told.append(of.get())])
-        monkeypatch.setattr(hooks.launch_exit_hook, "calls", [lambda of: told.append(of.get())])
-        one.launch(added_kernel, (1, 1, 1), out, 0.5, 1, 16, num_warps=1)
-    assert [of["name"] for of in told] == ["added_kernel"] * 2
+        cache.launch(added_kernel, (1, 1, 1), out, 0.5, 1, 16, num_warps=1)
+        for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+            monkeypatch.setattr(hook, "calls", [lambda metadata: calls.append(metadata.get())])
+        cache.launch(added_kernel, (1, 1, 1), out, 0.5, 1, 16, num_warps=1)
+    assert [metadata["name"] for metadata in calls] == ["added_kernel"] * 2

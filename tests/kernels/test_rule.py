@@ -1,4 +1,4 @@
-"""The rule: hand-computed cases, properties, and every CPU form of it against the oracle."""
+"""The rule: hand-computed cases, properties, and the CPU reference against the oracle."""
 
 import functools
 import itertools
@@ -37,9 +37,9 @@ BONUS = 3
 
 
 def verify_one(row, draft, protected=(), dtype=torch.float32, **value):
-    """Verifies one draft token; returns the emitted tokens, and how many are accepted, relaxed."""
-    behind = [float(token == BONUS) for token in range(len(row))]
-    logits = torch.tensor([row, behind], dtype=dtype)
+    """Verifies one draft token; returns the emitted tokens and the numbers accepted and relaxed."""
+    bonus_row = [float(token == BONUS) for token in range(len(row))]
+    logits = torch.tensor([row, bonus_row], dtype=dtype)
     mask = torch.zeros(len(row), dtype=torch.bool)
     mask[list(protected)] = True
     output = verify_greedy(
@@ -79,7 +79,7 @@ CASES = {
     "argmax protected":              ([1.9, 2.0, 0.5, 0.0], 0, {"protected": [1]}, [1], 0),
     "protected argmax drafted":      ([1.9, 2.0, 0.5, 0.0], 1, {"protected": [1]}, [1, BONUS], 0),
     "another token protected":       ([1.9, 2.0, 0.5, 0.0], 0, {"protected": [2]}, [0, BONUS], 1),
-    "infinite first choice":         ([1.9, INF, 0.5, 0.0], 0, {}, [1], 0),
+    "infinite argmax"      :         ([1.9, INF, 0.5, 0.0], 0, {}, [1], 0),
 }
 # fmt: on
 
@@ -97,7 +97,7 @@ NEEDS_FLOAT32 = ("theta 1 is strict", "third, however near")
         if dtype == torch.float32 or name not in NEEDS_FLOAT32
     ],
 )
-def test_hand_computed(name, dtype):
+def test_hand_computed_cases(name, dtype):
     row, draft, options, tokens, relaxed = CASES[name]
     assert verify_one(row, draft, dtype=dtype, **options) == (
         tokens,
@@ -106,15 +106,14 @@ def test_hand_computed(name, dtype):
     )
 
 
-# What a caller may block a position with, and (lost nats, its own nats per token, produced tokens).
+# Reasons to block a position, and (lost nats, nats per token of the request, output tokens).
 BLOCKED = st.sampled_from([0, 0, Verdict.SPAN, Verdict.REPEAT])
 NATS = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5]), st.sampled_from([0.0, 0.01, 0.3]), st.integers(0, 40)
 )
-PRICES = st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32))
 VALUES = {
     "theta": st.one_of(st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.0625, 1, width=16)),
-    "price": PRICES,
+    "price": st.one_of(st.sampled_from([0.0, 0.25, 1.0, 4.0]), st.floats(0, 8, width=32)),
 }
 LONGEST = 5
 COUNTED = CounterLayout(LONGEST)
@@ -134,13 +133,15 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
     size, count = sum(lengths), len(lengths)
     rows = draw(st.lists(row, min_size=size, max_size=size))
     drafts = draw(st.lists(st.integers(-1, vocab - 1), min_size=size, max_size=size))
-    # Bias towards the argmax and its rivals, so that drafts get past the first position.
+    # Favors the argmax, so that drafts get past the first position.
     for i, values in enumerate(rows):
         if draw(st.booleans()):
             drafts[i] = oracle.argmax(values)
     rule = draw(st.sampled_from(rules))
     has_bound = draw(st.booleans())
-    few, room = st.frozensets(st.integers(0, vocab - 1), max_size=2), st.integers(0, LONGEST)
+    few_tokens = st.frozensets(st.integers(0, vocab - 1), max_size=2)
+    followers = few_tokens if rule == "price" else st.just(frozenset())
+    tokens_left = st.just(9) | st.integers(0, LONGEST)
     return {
         "vocab": vocab,
         "lengths": lengths,
@@ -152,126 +153,121 @@ def batches(draw, rules=tuple(VALUES), dtypes=(torch.float32, torch.bfloat16, to
         "protected": draw(st.frozensets(st.integers(0, vocab - 1), max_size=3)),
         "dtype": draw(st.sampled_from(dtypes)),
         "blocked": draw(st.none() | st.lists(BLOCKED, min_size=size, max_size=size)),
-        # By a price.
-        "listed": draw(
-            st.lists(few if rule == "price" else st.just(frozenset()), min_size=size, max_size=size)
-        ),
+        "listed": draw(st.lists(followers, min_size=size, max_size=size)),
         "nats": draw(st.lists(NATS, min_size=count, max_size=count)) if has_bound else None,
-        "ends": draw(st.lists(few, min_size=count, max_size=count)),
-        "rooms": draw(st.lists(st.just(9) | room, min_size=count, max_size=count)),
+        "ends": draw(st.lists(few_tokens, min_size=count, max_size=count)),
+        "tokens_left": draw(st.lists(tokens_left, min_size=count, max_size=count)),
     }
 
 
-def step_of(logits, drafts, records, slots, produced, longest):
-    """A step with the rows of each request, and behind them one more."""
-    ends = np.cumsum([len(own) + 1 for own in drafts])
+def step_of(logits, drafts, records, slots, produced):
+    """A step in which each request's draft rows precede its bonus row."""
+    ends = np.cumsum([len(tokens) + 1 for tokens in drafts])
     rows = torch.zeros(sum(map(len, drafts)) + len(drafts), logits.shape[1], dtype=logits.dtype)
-    inputs = [token for own in drafts for token in (-1, *own)]
+    inputs = [token for tokens in drafts for token in (-1, *tokens)]
     rows[~np.isin(np.arange(len(rows)), ends - 1)] = logits
     total = torch.zeros(len(records.lost), dtype=torch.int32)
     total[slots.long()] = torch.tensor(produced, dtype=torch.int32)
-    of_step = torch.tensor(inputs, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-    return VerifyInputs(rows, *of_step, records, slots, total, torch.zeros_like(total), longest)
+    inputs, ends = (torch.tensor(values, dtype=torch.int32) for values in (inputs, ends))
+    prompt = torch.zeros_like(total)
+    return VerifyInputs(rows, inputs, ends, records, slots, total, prompt, LONGEST)
 
 
-def guard_of(batch):
-    """What the text asks of each row, the last of each request's asks nothing; or None."""
+def constraints_of(batch):
+    """Constraints of each row, none for bonus rows; None without any."""
     if batch["blocked"] is None and not any(batch["listed"]):
         return None
     blocked = batch["blocked"] or [0] * len(batch["drafts"])
-    own = zip(blocked, batch["drafts"], batch["listed"], strict=True)
-    rows = [(reason, draft in listed, listed) for reason, draft, listed in own]
+    columns = zip(blocked, batch["drafts"], batch["listed"], strict=True)
+    rows = [(reason, draft in listed, listed) for reason, draft, listed in columns]
     ends = np.cumsum(batch["lengths"]).tolist()
-    parts = zip(ends, batch["lengths"], strict=True)
-    each = ([*rows[end - length : end], (0, False, ())] for end, length in parts)
-    return CpuConstraints.of(itertools.chain(*each))
+    ranges = zip(ends, batch["lengths"], strict=True)
+    by_request = ([*rows[end - length : end], (0, False, ())] for end, length in ranges)
+    return CpuConstraints.of(itertools.chain(*by_request))
 
 
 def step(batch):
-    """The batch as a step, its drafts' rows alone, and its rule."""
+    """The batch as a step, its draft rows, and the engine's parameters."""
     mask = torch.zeros(batch["vocab"], dtype=torch.bool)
     mask[list(batch["protected"])] = True
     logits = torch.tensor(batch["rows"], dtype=batch["dtype"]).reshape(-1, batch["vocab"])
     count, rule = len(batch["values"]), RULES[batch["rule"]]
     lost, rates, produced = zip(*(batch["nats"] or [(0.0, INF, 0)] * count), strict=True)
-    # Slots in another order than the requests.
+    # Slots are in reverse order of the requests.
     slots = torch.arange(count - 1, -1, -1, dtype=torch.int32)
     records = Records.new(count, slots.device)
     records.value[slots] = torch.tensor([encode_value(rule, value) for value in batch["values"]])
     records.rate[slots] = torch.tensor([loss_rate(rate) for rate in rates])
     records.lost[slots] = torch.tensor([floor_units(nats) for nats in lost])
-    most = [n + 1 + room for n, room in zip(produced, batch["rooms"], strict=True)]
-    records.max_tokens[slots] = torch.tensor(most)
-    ends = torch.tensor([[*own, -1, -1][:2] for own in batch["ends"]])
+    max_tokens = [n + 1 + left for n, left in zip(produced, batch["tokens_left"], strict=True)]
+    records.max_tokens[slots] = torch.tensor(max_tokens)
+    ends = torch.tensor([[*tokens, -1, -1][:2] for tokens in batch["ends"]])
     records.stop_ids[slots, :2] = ends
-    lengths = np.cumsum(batch["lengths"]) - batch["lengths"]
+    begins = np.cumsum(batch["lengths"]) - batch["lengths"]
     drafts = [
         batch["drafts"][begin : begin + length]
-        for begin, length in zip(lengths.tolist(), batch["lengths"], strict=True)
+        for begin, length in zip(begins.tolist(), batch["lengths"], strict=True)
     ]
     protected = Protected.of(mask, mask.device)
-    given = step_of(logits, drafts, records, slots, produced, LONGEST)
-    return given, logits, EngineParams(rule, protected)
+    inputs = step_of(logits, drafts, records, slots, produced)
+    return inputs, logits, EngineParams(rule, protected)
 
 
 def requests_of(batch, logits):
-    """Of each request its place, its rows, and what the oracle needs to know of it."""
+    """Yields each request's rows, extendable positions, and arguments of `oracle.verify`."""
     ends = np.cumsum(batch["lengths"]).tolist()
     for i, (length, end) in enumerate(zip(batch["lengths"], ends, strict=True)):
-        own = slice(end - length, end)
+        positions = slice(end - length, end)
         value, nats = batch["values"][i], None
         if batch["nats"] is not None:
             lost, rate, produced = batch["nats"][i]
             nats = oracle.Nats(Fraction(rate), Fraction(lost), produced)
-        what = {
-            "drafts": batch["drafts"][own],
+        arguments = {
+            "drafts": batch["drafts"][positions],
             "theta": value if batch["rule"] == "theta" else 1.0,
             "protected": batch["protected"],
-            "blocked": None if batch["blocked"] is None else batch["blocked"][own],
-            "listed": batch["listed"][own],
+            "blocked": None if batch["blocked"] is None else batch["blocked"][positions],
+            "listed": batch["listed"][positions],
             "nats": nats,
             "price": value if batch["rule"] == "price" else None,
             "ends": batch["ends"][i],
-            "room": batch["rooms"][i],
+            "room": batch["tokens_left"][i],
         }
-        yield i, logits[own].float().tolist(), what
-
-
-def an_account(batch):
-    counts = torch.zeros(COUNTED.size, dtype=torch.int64)
-    table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
-    return StepCounters(counts, table)
+        extendable = oracle.num_extendable(
+            arguments["drafts"], arguments["ends"], arguments["room"]
+        )
+        yield logits[positions].float().tolist(), extendable, arguments
 
 
 @settings(max_examples=500, deadline=None)
 @given(batch=batches())
-def test_greedy_requests_are_verified_as_the_oracle_says(batch):
-    own_step, logits, rule = step(batch)
-    step_counters = an_account(batch)
-    before = own_step.records.lost.clone()
-    bonus, constraints = torch.tensor(batch["bonus"]), guard_of(batch)
-    output = reference.verify(own_step, rule, constraints, step_counters, bonus=bonus)
+def test_greedy_requests_equal_the_oracle(batch):
+    inputs, logits, engine_params = step(batch)
+    table = torch.full((len(batch["lengths"]), 2, LONGEST + 1), 7.0)
+    step_counters = StepCounters(torch.zeros(COUNTED.size, dtype=torch.int64), table)
+    before = inputs.records.lost.clone()
+    bonus, constraints = torch.tensor(batch["bonus"]), constraints_of(batch)
+    output = reference.verify(inputs, engine_params, constraints, step_counters, bonus=bonus)
     counts = np.zeros(COUNTED.size, dtype=np.int64)
-    for i, rows, what in requests_of(batch, logits):
-        expected = oracle.verify(rows, bonus=batch["bonus"][i], **what)
+    for i, (rows, extendable, arguments) in enumerate(requests_of(batch, logits)):
+        expected = oracle.verify(rows, bonus=batch["bonus"][i], **arguments)
         row = output.output_token_ids[i].tolist()
         assert row == expected.tokens + [-1] * (len(row) - len(expected.tokens))
         assert int(output.num_accepted[i]) == expected.accepted
         assert int(output.num_relaxed[i]) == expected.relaxed
         assert int(output.lost[i]) == expected.loss * 2**16
         assert float(output.loss[i]) == float(np.float32(expected.loss))
-        slot = own_step.slots[i]
-        assert int(own_step.records.lost[slot] - before[slot]) == expected.loss * 2**16
-        told = [NAN] * (LONGEST + 1)
-        is_relaxable = what["theta"] < 1
+        slot = inputs.slots[i]
+        assert int(inputs.records.lost[slot] - before[slot]) == expected.loss * 2**16
+        report = [NAN] * (LONGEST + 1)
+        is_relaxable = arguments["theta"] < 1
         if batch["rule"] == "price":
             is_relaxable = price_units(batch["values"][i]) > 0
-        gainful = oracle.num_extendable(what["drafts"], what["ends"], what["room"])
-        last = min(expected.accepted, gainful)
+        last = min(expected.accepted, extendable)
         for offset, verdict in enumerate(expected.verdicts[: last + 1]):
-            draft, is_relaxed = what["drafts"][offset], verdict == Verdict.RELAXED
+            draft, is_relaxed = arguments["drafts"][offset], verdict == Verdict.RELAXED
             if is_relaxed:
-                told[offset] = float(oracle.loss(rows[offset], draft))
+                report[offset] = float(oracle.loss(rows[offset], draft))
             if draft >= 0:
                 counts[COUNTED.verified][offset] += 1
                 counts[COUNTED.relaxable] += is_relaxable
@@ -279,7 +275,7 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
                 counts[COUNTED.relaxed][offset] += is_relaxed
             if verdict in REFUSALS:
                 counts[COUNTED.refused][REFUSALS.index(verdict)] += 1
-        np.testing.assert_allclose(step_counters.table[i, 0].tolist(), told)
+        np.testing.assert_allclose(step_counters.table[i, 0].tolist(), report)
         counts[COUNTED.lost] += int(expected.loss * 2**16)
         counts[COUNTED.drift_up] += int(expected.loss * 2**16)
         counts[COUNTED.gained] += expected.relaxed * 2**16
@@ -287,7 +283,7 @@ def test_greedy_requests_are_verified_as_the_oracle_says(batch):
 
 
 class All(accept.CpuSamplingInputs):
-    """Accepts what can be accepted."""
+    """Accepts every token of positive probability."""
 
     def accepts(self, _, probability):
         return probability > 0
@@ -296,93 +292,94 @@ class All(accept.CpuSamplingInputs):
         return 0
 
 
-def decided(own_step, engine_params, constraints):
-    """What is decided of each request of a step in which all sample, and what it may lose."""
-    temperature = [1.0] * len(own_step.slots)
-    rows = read_rows(own_step, engine_params, constraints, temperature)
+def decided(inputs, engine_params, constraints):
+    """Yields each request's decisions and extendable positions in a step of sampled requests."""
+    temperature = [1.0] * len(inputs.slots)
+    rows = read_rows(inputs, engine_params, constraints, temperature)
     sampling_inputs = All(torch.tensor(temperature), np.zeros(0))
-    begins = [0, *own_step.cu_num_logits.tolist()]
-    for place, allowed in enumerate(accept.loss_budgets(own_step)):
-        begin, end = begins[place], begins[place + 1] - 1
+    begins = [0, *inputs.cu_num_logits.tolist()]
+    for req_idx, budget in enumerate(accept.loss_budgets(inputs)):
+        begin, end = begins[req_idx], begins[req_idx + 1] - 1
         followers = constraints.followers[begin:end] if constraints else ()
-        own = accept.SampledDraft(
-            own_step, engine_params, sampling_inputs, place, begin, end, followers
+        draft = accept.SampledDraft(
+            inputs, engine_params, sampling_inputs, req_idx, begin, end, followers
         )
-        own.read(slice(None))
-        read = read_probabilities(rows, own.begin, own.z, own.p, own.preserved)
-        gainful = num_extendable(read, own.begin, own.end, allowed)
-        yield engine_params.rule.plain.sampled(read, own.begin, own.end, allowed), gainful
+        draft.read(slice(None))
+        probabilities = read_probabilities(rows, draft.begin, draft.z, draft.p, draft.preserved)
+        extendable = num_extendable(probabilities, draft.begin, draft.end, budget)
+        rule = engine_params.rule.plain
+        yield rule.sampled(probabilities, draft.begin, draft.end, budget), extendable
 
 
 @settings(max_examples=400, deadline=None)
 @given(batch=batches(dtypes=[torch.float32]))
-def test_requests_that_sample_are_served_what_the_formulas_say(batch):
-    """Verdict, distribution, loss and gain of each position."""
-    own_step, logits, rule = step(batch)
-    constraints = guard_of(batch)
-    before, wanted = own_step.records.lost.clone(), []
-    found_of = decided(own_step, rule, constraints)
-    asked = requests_of(batch, logits)
-    for (positions, gainful), (_, rows, what) in zip(found_of, asked, strict=True):
-        price, nats, spent = what["price"], what["nats"], 0
-        protected = what["protected"] | what["ends"]
-        kept_at = [protected | listed for listed in what["listed"]]
-        assert gainful == oracle.num_extendable(what["drafts"], what["ends"], what["room"])
-        looks_at = [
-            {x} if price is not None else {x, oracle.argmax(row)}
-            for row, x in zip(rows, what["drafts"], strict=True)
-        ]
-        blocked = what["blocked"] or [0] * len(rows)
-        reasons = [
-            b or (Verdict.PROTECTED if own & protected else Verdict.REPEAT * bool(own & kept))
-            for b, own, kept in zip(blocked, looks_at, kept_at, strict=True)
-        ]
+def test_sampled_requests_equal_the_oracle(batch):
+    """Compares verdict, distribution, loss and gain of each position."""
+    close, unit = functools.partial(pytest.approx, rel=1e-3, abs=1e-4), 2**-16
+    inputs, logits, engine_params = step(batch)
+    constraints = constraints_of(batch)
+    before, expected_lost = inputs.records.lost.clone(), []
+    decisions = decided(inputs, engine_params, constraints)
+    requests = requests_of(batch, logits)
+    for (positions, num_positions), request in zip(decisions, requests, strict=True):
+        rows, extendable, arguments = request
+        assert num_positions == extendable
+        drafts, price, nats = (arguments[name] for name in ("drafts", "price", "nats"))
+        protected = arguments["protected"] | arguments["ends"]
+        preserved_at = [protected | listed for listed in arguments["listed"]]
+        reasons = arguments["blocked"] or [0] * len(rows)
+        for j, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            compared = {draft} if price is not None else {draft, oracle.argmax(row)}
+            if not reasons[j] and compared & preserved_at[j]:
+                reasons[j] = Verdict.PROTECTED if compared & protected else Verdict.REPEAT
         strict = list(map(bool, reasons))
-        biases = oracle.tilts(rows, what["drafts"], price or 0.0, strict, gainful, kept_at)
-        is_reached, lost = True, 0
-        for j, (row, draft) in enumerate(zip(rows, what["drafts"], strict=True)):
-            found, p, kept = positions[j], oracle.softmax(row), kept_at[j]
-            lost += found.loss * (is_reached and j <= gainful)
+        biases = oracle.tilts(rows, drafts, price or 0.0, strict, extendable, preserved_at)
+        is_reached, lost, spent = True, 0, 0
+        for j, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            decision, p, preserved = positions[j], oracle.softmax(row), preserved_at[j]
+            lost += decision.loss * (is_reached and j <= extendable)
             if draft < 0 or not p[draft] > 0:
-                # Left as it is, to be rejected.
-                assert found == RowDecision(Verdict.NONE)
+                # Left to be rejected.
+                assert decision == RowDecision(Verdict.NONE)
                 is_reached = False
                 continue
             left = INF
             if nats is not None:
                 left = max(oracle.earned(nats, j + 1) - nats.lost - Fraction(spent, 2**16), 0)
             verdict, bias = Verdict.NONE, min(biases[j], math.sqrt(8 * left))
-            m = oracle.served(row, draft, bias, kept)
+            m = oracle.served(row, draft, bias, preserved)
             if price is None:
-                if oracle.is_relaxed(row, draft, what["theta"], frozenset()):
+                if oracle.is_relaxed(row, draft, arguments["theta"], frozenset()):
                     too_much = math.ceil(-math.log(p[draft]) * 2**16) * 2**-16 > left
                     verdict = reasons[j] or (Verdict.LOSS if too_much else Verdict.RELAXED)
-            elif reasons[j] and oracle.in_steps(price) and j < gainful:
+            elif reasons[j] and oracle.in_steps(price) and j < extendable:
                 verdict = reasons[j]
-            assert found.verdict == verdict
+            assert decision.verdict == verdict
             if verdict == Verdict.RELAXED:
                 m = [float(token == draft) for token in range(len(row))]
             else:
-                assert found.bias == pytest.approx(bias, rel=1e-4, abs=1e-5)
-                if found.bias:
+                assert decision.bias == pytest.approx(bias, rel=1e-4, abs=1e-5)
+                if decision.bias:
                     logs = math.log(m[draft] / p[draft])
-                    # 1 - p(S) of a float32 p(S) is off by some units in the last place of 1.
-                    others = sum(of for token, of in enumerate(p) if token not in kept)
-                    close = pytest.approx(logs, rel=1e-3, abs=1e-4 + 2**-22 / others)
-                    assert found.bias - found.log_z == close
-            assert found.loss * 2**-16 == pytest.approx(oracle.divergence(m, p), rel=1e-3, abs=1e-4)
-            assert found.loss * 2**-16 <= left
-            assert found.gained * 2**-16 == pytest.approx(m[draft] - p[draft], rel=1e-3, abs=1e-4)
-            assert found.drift * 2**-16 == pytest.approx(oracle.drift(m, p), rel=1e-3, abs=1e-4)
-            spent += found.loss
-        wanted.append(lost)
-    # Behind the answer's last token, and the first that is rejected, nothing counts.
+                    # A float32 p(S) makes 1 - p(S) wrong by some units in the last place of 1.
+                    others = sum(share for token, share in enumerate(p) if token not in preserved)
+                    log_ratio = decision.bias - decision.log_z
+                    assert log_ratio == pytest.approx(logs, rel=1e-3, abs=1e-4 + 2**-22 / others)
+            assert decision.loss * unit == close(oracle.divergence(m, p))
+            assert decision.loss * unit <= left
+            assert decision.gained * unit == close(m[draft] - p[draft])
+            assert decision.drift * unit == close(oracle.drift(m, p))
+            spent += decision.loss
+        expected_lost.append(lost)
+    # Nothing counts after the answer's last token, or after the first rejection.
     reference.verify(
-        *(own_step, rule, constraints),
-        sampling_inputs=All(torch.ones(len(wanted)), np.zeros(0)),
-        bonus=torch.zeros(len(wanted)),
+        inputs,
+        engine_params,
+        constraints,
+        sampling_inputs=All(torch.ones(len(expected_lost)), np.zeros(0)),
+        bonus=torch.zeros(len(expected_lost)),
     )
-    assert (own_step.records.lost - before)[own_step.slots.long()].tolist() == wanted
+    assert (inputs.records.lost - before)[inputs.slots.long()].tolist() == expected_lost
 
 
 # fmt: off
@@ -395,59 +392,62 @@ SAMPLED = {
     "p 1":                      ([[1.0, -INF]], [0], [LN2], [1.0]),
     "p 0":                      ([[1.0, -INF]], [1], [0.0], [0.0]),
     "one token left by a mask": ([[-INF, -INF, 3.0]], [2], [LN2], [1.0]),
-    "a row masked throughout":  ([[-INF, -INF]], [0], [0.0], [NAN]),
+    "a fully masked row":       ([[-INF, -INF]], [0], [0.0], [NAN]),
     "NaN":                      ([[NAN, 1.0], EVEN], [1, 0], [0.0, LN2], [NAN, 2 / 3]),
     "padding":                  ([EVEN, EVEN], [0, -1], [LN2, 0.0], [2 / 3, 0.5]),
-    "sure to be followed":      ([EVEN, [0.0, -INF]], [0, 0], [2 * LN2, LN2], [4 / 5, 1.0]),
+    "certain to be followed":   ([EVEN, [0.0, -INF]], [0, 0], [2 * LN2, LN2], [4 / 5, 1.0]),
     "followed by half":         ([EVEN, EVEN], [0, 1], [math.log(3), LN2], [3 / 4, 2 / 3]),
 }
 # fmt: on
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_sampled_by_hand(name):
+def test_sampled_decisions_by_hand(name):
     rows, drafts, biases, accepted = SAMPLED[name]
     logits = torch.tensor(rows) if rows else torch.zeros(0, 2)
     records = Records.new(1, logits.device)
     records.value.fill_(encode_value(PRICE, LN2))
     records.rate.fill_(NO_BOUND)
     records.max_tokens.fill_(99)
-    own = step_of(logits, [drafts], records, torch.zeros(1, dtype=torch.int32), [0], len(rows))
-    ((positions, _),) = decided(own, EngineParams(PRICE), None)
+    inputs = step_of(logits, [drafts], records, torch.zeros(1, dtype=torch.int32), [0])
+    ((positions, _),) = decided(inputs, EngineParams(PRICE), None)
     assert [position.bias for position in positions] == pytest.approx(biases, abs=1e-4)
     p = [float(row.softmax(0)[max(x, 0)]) for row, x in zip(logits, drafts, strict=True)]
-    m = [x * math.exp(of.bias - of.log_z) for x, of in zip(p, positions, strict=True)]
+    ratios = [math.exp(position.bias - position.log_z) for position in positions]
+    m = np.multiply(p, ratios).tolist()
     assert m == pytest.approx(accepted, abs=1e-4, nan_ok=True)
 
 
-def test_rows_that_an_engine_wrote_to_are_written_to_outside_of_inference_mode(monkeypatch):
+def test_buffers_of_an_engine_are_reused_outside_of_inference_mode(monkeypatch):
     monkeypatch.setattr(accept, "_BUFFERS", {})
     with torch.inference_mode():
-        test_sampled_by_hand("K 1, p 1/2")
-    test_sampled_by_hand("K 1, p 1/2")
+        test_sampled_decisions_by_hand("K 1, p 1/2")
+    test_sampled_decisions_by_hand("K 1, p 1/2")
 
 
 @settings(max_examples=100, deadline=None)
 @given(batches(rules=["price"], dtypes=[torch.float32]))
-def test_without_a_price_nothing_is_added(batch):
-    """Exactly, so that the output is vLLM's and nothing is lost."""
+def test_price_0_changes_nothing(batch):
+    """Exactly, so the output is vLLM's and nothing is lost."""
     batch |= {"values": [0.0] * len(batch["lengths"])}
-    own_step, _, rule = step(batch)
-    for positions, _ in decided(own_step, rule, guard_of(batch)):
+    inputs, _, rule = step(batch)
+    for positions, _ in decided(inputs, rule, constraints_of(batch)):
         assert all(position == RowDecision(Verdict.NONE) for position in positions)
 
 
 def run(batch, rule, value):
-    """Verifies through the public function."""
-    own_step, _, limits = step(batch)
-    behind = torch.nn.functional.one_hot(torch.tensor(batch["bonus"]), batch["vocab"])
-    logits = own_step.logits.clone()
-    logits[own_step.cu_num_logits - 1] = behind.to(logits.dtype)
+    """Verifies the batch through the public function."""
+    inputs, _, engine_params = step(batch)
+    bonus_rows = torch.nn.functional.one_hot(torch.tensor(batch["bonus"]), batch["vocab"])
+    logits = inputs.logits.clone()
+    logits[inputs.cu_num_logits - 1] = bonus_rows.to(logits.dtype)
     drafts = torch.tensor(batch["drafts"], dtype=torch.int32)
     return verify_greedy(
-        *(logits, drafts, torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32)),
+        logits,
+        drafts,
+        torch.tensor(np.cumsum(batch["lengths"]), dtype=torch.int32),
         **{rule: value},
-        protected=limits.protected.mask,
+        protected=engine_params.protected.mask,
         max_draft_len=LONGEST,
     )
 
@@ -470,15 +470,15 @@ def test_acceptance_grows_from_strict_to_loose(batch, data):
 
 # fmt: off
 PRICED = {
-    # name: (losses of the drafts; None is the first choice), price, accepted, loss
-    "too dear alone":               ([1.0], 0.5, 0, 0.0),
-    "as dear as it brings":         ([0.5], 0.5, 0, 0.0),
-    "cheaper than it brings":       ([0.25], 0.5, 1, 0.25),
+    # name: (losses of the drafts; None is the argmax), price, accepted, loss
+    "too expensive":               ([1.0], 0.5, 0, 0.0),
+    "costs the price":         ([0.5], 0.5, 0, 0.0),
+    "costs less":       ([0.25], 0.5, 1, 0.25),
     "paid by what follows":         ([1.0, None, None], 0.5, 3, 1.0),
     "not paid by what follows":     ([1.0, None], 0.5, 0, 0.0),
-    "cheap, then too dear":         ([0.25, 2.0], 0.5, 1, 0.25),
-    "dear, cheap, free":            ([0.75, 0.25, None], 0.5, 3, 1.0),
-    "strict ones are kept":         ([None, None, 1.0], 0.5, 2, 0.0),
+    "cheap, then expensive":         ([0.25, 2.0], 0.5, 1, 0.25),
+    "expensive, cheap, free":            ([0.75, 0.25, None], 0.5, 3, 1.0),
+    "strict ones are accepted":         ([None, None, 1.0], 0.5, 2, 0.0),
     "up to the best of two stops":  ([0.25, None, 3.0, None], 0.5, 2, 0.25),
     "price 0":                      ([0.25], 0.0, 0, 0.0),
 }
@@ -486,9 +486,9 @@ PRICED = {
 
 
 @pytest.mark.parametrize("name", PRICED)
-def test_a_prefix_is_taken_where_it_pays(name):
+def test_the_prefix_of_highest_value_is_accepted(name):
     losses, price, accepted, loss = PRICED[name]
-    # Token 0 is the first choice; token 2, of the lowest rank, is drafted where something is lost.
+    # Token 0 is the argmax; the draft is token 2, of the lowest rank, if something is lost.
     rows = [[5.0, 4.99, 5.0 - (drop or 3.0)] for drop in losses]
     output = verify_greedy(
         torch.tensor([*rows, rows[0]]),

@@ -86,7 +86,10 @@ def test_what_is_printed(tmp_path):
     assert text.count("Draft tokens a step: strict 4, MARS 4.") == 2
     greedy, sampled = (line for line in text.splitlines() if "as many tokens per step" in line)
     assert greedy.startswith("Greedy, MARS takes 1.00 times as many tokens per step as strict, wit")
-    assert "with 0.0200 nats lost per token and answers of 21.0 tokens beside 21.0. Its" in greedy
+    assert (
+        "with 0.0200 nats lost per token and answers of 21.0 tokens compared with 21.0. Its"
+        in greedy
+    )
     assert "Its answers came 1.71 (" in greedy and ") times as fast: MARS is faster." in greedy
     assert greedy.endswith(" A step of MARS takes 0.50 times as long.")
     assert sampled.startswith("At temperature 0.7, MARS takes 1.00 times as many tokens per step ")
@@ -156,7 +159,10 @@ def test_turns_that_disagree_tell_tokens_per_step_alone(tmp_path):
     records.append(turn(own, repeat=1, token_seconds=0.04, accepted=20, lost=0.42))
     text = printed(tmp_path / "s.jsonl", records)
     assert "Greedy, MARS takes 1.50 times as many tokens per step as strict, with 0.0100" in text
-    assert "no speed is told: turns of one rule differ by more than a third (MARS 22 to 40 " in text
+    assert (
+        "no speed is reported: turns of one rule differ by more than a third (MARS 22 to 40 "
+        in text
+    )
     assert "as fast" not in text and "ms per further token" not in text
 
 

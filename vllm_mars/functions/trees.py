@@ -84,7 +84,7 @@ def verify_tree(
         raise ValueError(f"prefer={prefer!r} is not one of 'draft', 'target', 'longest'.")
     rule, value = (PRICE, price) if theta is None else (THETA, theta)
     if value is None or (theta is not None and price is not None):
-        raise ValueError("theta and price: exactly one names the rule; give that one alone.")
+        raise ValueError("theta and price: exactly one names the rule; give only that one.")
     ends = cu_num_draft_tokens
     batch = len(ends)
     num_draft = len(parents)
@@ -168,7 +168,7 @@ def _losses(
 
 
 def _key(path: list[int], losses: list[int], prefer: str, price: float | None) -> tuple[Any, ...]:
-    """Sort key of a path, smallest for the best one; where a path ends it sorts after any node."""
+    """Sort key of a path, smallest for the best one; the end of a path sorts after any node."""
     if price is None and prefer == "draft":
         return *path, MAX_NODES
     if price is None and prefer == "target":

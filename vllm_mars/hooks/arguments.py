@@ -100,7 +100,7 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
     # vLLM would verify them against uninitialized logits.
     if is_probabilistic and drafts_first_choices(speculative_config):
         raise ValueError(
-            "draft_sample_method='probabilistic' is given, but XPress drafts first choices; drop "
+            "draft_sample_method='probabilistic' is given, but XPress drafts argmax tokens; drop "
             "the option."
         )
     kind = "fixed"

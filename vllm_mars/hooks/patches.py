@@ -192,7 +192,7 @@ def patch_output_processor(module: ModuleType) -> None:
 
 
 def _attach_reports(module: ModuleType, method: str) -> None:
-    """Adds the reports that requests ask for to a method's responses."""
+    """Adds the reports that requests want to a method's responses."""
     from vllm_mars.hooks.compat import NEEDED
 
     names = NEEDED["API server"][f"{module.__name__}:{method}"].split(", ")

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
         "demo",
         help="compare strict verification and MARS on real vLLM servers",
         description="Serves a model with vLLM's strict verification and with MARS at the "
-        "recommended setting, asks each the same prompts in turn, greedy and at temperature 0.7, "
+        "recommended setting, sends each the same prompts in turn, greedy and at temperature 0.7, "
         "compares speed and loss, and shows two answers: a small sweep. By default it takes the "
         "packaged model with its EAGLE-3 head; another drafts with ngram.",
     )
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         help="default: that with which each rule was fastest with the packaged head")  # fmt: skip
     add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 12 packaged ones")
     add("--short", action="store_true", help="8 prompts, 24 tokens: that it works, not how fast")
-    add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go beside it")
+    add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go next to it")
     sweep_command.add_shared(add)
 
 
@@ -73,7 +73,7 @@ def run(short: bool, anew: bool, output: Path | None = None, **options: Any) -> 
     if on_cpu and busy > BUSY:
         print(
             f"other work runs on this machine (load average {busy:.1f} on {os.cpu_count()} cores): "
-            "the demo takes longer than its times say, and what it measures tells less",
+            "the demo takes longer, and its times mean less",
             file=sys.stderr,
         )
     file = run_sweep(sweep, path, retry_failed=True, anew=anew)
@@ -84,7 +84,7 @@ def run(short: bool, anew: bool, output: Path | None = None, **options: Any) -> 
     loads = [header.run.get("load_average") or 0.0 for header in file.heads]
     if on_cpu and max(loads) > BUSY:
         print(
-            f"This was measured beside other work (load average {max(loads):.1f} before it): read "
+            f"Other work ran on this machine (load average {max(loads):.1f} before the demo): read "
             "tokens per step, not speeds, and run it with --anew when the machine is idle."
         )
     if short:

@@ -64,13 +64,6 @@ def chosen(examples: Sequence[Example]) -> dict[str, Example]:
     }
 
 
-def told(examples: Sequence[Example]) -> str:
-    return (
-        f"MARS changed {len(examples)} greedy answers. These are the one that shares most words "
-        "with the strict answer, and the one whose relaxed tokens lost most."
-    )
-
-
 def around(piece: Piece) -> tuple[str, str, str]:
     """Splits a relaxed token from the white space around it; white space becomes a symbol."""
     token = piece.text.strip()
@@ -81,18 +74,18 @@ def around(piece: Piece) -> tuple[str, str, str]:
 
 
 def print_report(file: SweepFile, prompts: Mapping[str, str], console: Console) -> None:
-    """Prints the tables, examples and conclusions of a demo.
-
-    Args:
-        prompts: texts by prompt id.
-    """
+    """Prints the tables, examples and conclusions of a demo; `prompts` are texts by prompt id."""
     groups = points(rows(file))
     for group in groups:
         if any(row.is_uneven for row in group):
             group = [without_times(row) for row in group]
         (table,) = tables(group, STRICT)
         console.print(rich_table(transposed(table)))
-        console.print(f"Draft tokens a step: {_lengths(group)}.")
+        lengths = ", ".join(
+            f"{row.cell.name} {(row.cell.config or {}).get('num_speculative_tokens')}"
+            for row in group
+        )
+        console.print(f"Draft tokens a step: {lengths}.")
     _print_examples(changed(file), prompts, console)
     for base, *others in groups:
         for row in others:
@@ -105,7 +98,7 @@ def conclusion(row: Row, base: Row) -> str:
         f"{where}, {row.cell.name} takes {shown(row.gain, '.2f') or 'unknown'} times as many "
         f"tokens per step as {base.cell.name}, with "
         f"{shown(row.lost, '.4f', ends=False) or 'unknown'} nats lost per token and answers of "
-        f"{shown(row.length, '.1f', ends=False)} tokens beside "
+        f"{shown(row.length, '.1f', ends=False)} tokens compared with "
         f"{shown(base.length, '.1f', ends=False)}. "
     )
     uneven = [
@@ -115,7 +108,7 @@ def conclusion(row: Row, base: Row) -> str:
     ]
     if uneven:
         return (
-            f"{text}But no speed is told: turns of one rule differ by more than a third "
+            f"{text}But no speed is reported: turns of one rule differ by more than a third "
             f"({', '.join(uneven)}); --anew measures again, best while nothing else runs."
         )
     if row.speed is None:
@@ -131,19 +124,18 @@ def conclusion(row: Row, base: Row) -> str:
     return text
 
 
-def _lengths(group: Sequence[Row]) -> str:
-    return ", ".join(
-        f"{row.cell.name} {(row.cell.config or {}).get('num_speculative_tokens')}" for row in group
-    )
-
-
 def _print_examples(
     examples: Sequence[Example], prompts: Mapping[str, str], console: Console
 ) -> None:
     if not examples:
         console.print("MARS changed no greedy answer.")
         return
-    console.print(f"{told(examples)} Relaxed tokens are marked.", soft_wrap=True)
+    console.print(
+        f"MARS changed {len(examples)} greedy answers. These are the one that shares most words "
+        "with the strict answer, and the one whose relaxed tokens lost most. Relaxed tokens are "
+        "marked.",
+        soft_wrap=True,
+    )
     for which, (strict, lossy) in chosen(examples).items():
         name = strict.prompt
         console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))

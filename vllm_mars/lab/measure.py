@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,13 @@ from vllm_mars.servers.vllm_args import CPU_ENV, SETTLE_SECONDS, server_args
 
 WAKE_TOKENS = 4
 REQUEST_TIMEOUT = 120.0
-# Start-up time per server of the packaged model, all at once on two idle cores.
-START_SECONDS = 33
 MINUTE = 60.0
 # The counts of the last step arrive shortly after its tokens.
 POLL_SECONDS = 0.1
 COUNTED_SECONDS = 60.0
 CPU_SAMPLES = (
     "vLLM's CPU kernels give wrong tokens to sampled requests under speculation, and only a server "
-    "that asks for MARS does without them; take --method strict, which verifies as vLLM does."
+    "with MARS does not use them; take --method strict, which verifies as vLLM does."
 )
 
 
@@ -83,38 +81,28 @@ class LocalRunner:
         problems: dict[str, str] = {}
 
         due = [config for config in configs if any(turn.server == config for turn in turns)]
-        expected = START_SECONDS * len(due)
-        began, measuring = time.monotonic(), 0.0
-        measured = 0
+        began = time.monotonic()
+        measuring: float | None = None
+        number = 0
 
         def doing() -> str:
-            so_far = time.monotonic() - (measuring or began)
-            if not measuring:
-                text = f"servers have been starting for {so_far:.0f} s"
-                if not self._is_usual():
-                    return text
-                if so_far > expected:
-                    return f"{text}; other work holds them up"
-                return f"{text}; {expected - so_far:.0f} s left on idle cores"
-            text = f"turn {measured + 1} of {len(turns)}, measuring for {so_far:.0f} s"
-            if not measured:
-                return text
-            left = timedelta(seconds=round(so_far / measured * (len(turns) - measured)))
-            return f"{text}; about {left} left"
+            now = time.monotonic()
+            if measuring is None:
+                return f"servers have been starting for {now - began:.0f} s"
+            return f"turn {number} of {len(turns)}, measuring for {now - measuring:.0f} s"
 
         stack.enter_context(_each_minute(self._say, doing))
 
         def wait(config: str) -> None:
-            number = f"server {due.index(config) + 1} of {len(due)}"
+            name = f"server {due.index(config) + 1} of {len(due)}"
             try:
                 servers[config].wait_until_ready()
-                self._say(f"{number} answers, {time.monotonic() - began:.0f} s after the start")
+                self._say(f"{name} answers, {time.monotonic() - began:.0f} s after the start")
             except RuntimeError as error:
-                self._say(f"{number} failed")
+                self._say(f"{name} failed")
                 problems[config] = str(error)
 
-        seconds = f": about {expected} s on two idle cores"
-        self._say(f"waiting for {len(due)} servers to start{seconds if self._is_usual() else ''}")
+        self._say(f"waiting for {len(due)} servers to start")
         for config in due:
             server = servers[config] = self._server(config, configs.index(config), len(configs))
             stack.callback(server.close)
@@ -127,7 +115,7 @@ class LocalRunner:
         self._say(f"measuring {len(turns)} turns of {self._sweep.options.block} prompts or fewer")
         last = None
         measuring = time.monotonic()
-        for measured, turn in enumerate(turns):  # noqa: B007 - read by `doing`
+        for number, turn in enumerate(turns, 1):  # noqa: B007 - read by `doing`
             problem = problems.get(turn.server) or self._refused(turn)
             if problem:
                 yield self._record(turn, None, problem)
@@ -145,9 +133,6 @@ class LocalRunner:
                 except RuntimeError as ended:
                     problems[turn.server] = reason = f"{error}\n{ended}"
                 yield self._record(turn, None, reason)
-
-    def _is_usual(self) -> bool:
-        return self._on_cpu and self._sweep.options.model is None
 
     def _record(self, turn: Turn, measured: Measured | None, reason: str = "") -> Record:
         return record(turn, measured, reason, hardware(self.gpu))

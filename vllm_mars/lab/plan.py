@@ -92,7 +92,7 @@ Group = tuple[Sequence[str], Sequence[Turn]]
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Options of a sweep.
+    """Options of a sweep; `sweep_command` describes the others.
 
     Attributes:
         model: None for the packaged model.
@@ -105,12 +105,8 @@ class SweepOptions:
         baseline: rule in the denominator of ratios; None for the first.
         categories: prompt categories to use; () for all.
         num_prompts: number of prompts, taken from the categories in turn; 0 for all.
-        ignore_eos: whether each answer has `max_tokens` tokens.
-        block: prompts per turn.
-        repeats: passes over all turns.
         seed: seed of the servers, from which the requests' seeds follow.
         side_by_side: servers at a time; 0 for all on a CPU and one on a GPU.
-        gpus: GPUs per server on a Ray cluster.
         examples: whether to record the relaxed tokens of greedy answers, for which each prompt is
             sent once more, untimed.
     """

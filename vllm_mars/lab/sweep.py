@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,7 @@ def run_sweep(
 
     Args:
         ray: address of a Ray cluster; None for this machine.
-        retry_failed: measures failed turns again.
         anew: measures all turns again, after renaming an existing file to `output` + ".old".
-        only: filter of the turns to measure.
 
     Raises:
         ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
@@ -55,13 +53,23 @@ def run_sweep(
         RuntimeError: the model cannot be made, the file is in use or cannot be written, vLLM cannot
             be imported, or the cluster cannot be used.
     """
+    import filelock
     from rich.console import Console
 
     say = partial(Console(stderr=True).print, soft_wrap=True, markup=False, highlight=False)
     check_methods(options)
     sweep = load_sweep(options)
     settings = _settings(sweep)
-    with _locked(output), contextlib.ExitStack() as stack:
+    require_writable(output)
+    lock = filelock.FileLock(f"{output}.lock", timeout=0)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except filelock.Timeout as error:
+            raise RuntimeError(
+                f"output={output} is in use by another sweep; wait for it or name another file."
+            ) from error
+        stack.callback(Path(lock.lock_file).unlink, missing_ok=True)
         if anew and output.exists():
             output.replace(f"{output}.old")
         before = read_sweep(output) if output.exists() else SweepFile((), ())
@@ -177,22 +185,3 @@ def _outcome(record: Record) -> str:
     speed = sum(answer.tokens for answer in measured.answers) / measured.seconds
     steps = f", {1 + measured.accepted / measured.drafts:.2f} per step" if measured.drafts else ""
     return f"{name}: {speed:.1f} tokens/s{steps}"
-
-
-@contextlib.contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    import filelock
-
-    require_writable(output)
-    lock = filelock.FileLock(f"{output}.lock", timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout as error:
-        raise RuntimeError(
-            f"output={output} is in use by another sweep; wait for it or name another file."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)

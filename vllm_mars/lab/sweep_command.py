@@ -22,11 +22,11 @@ def add_parser(commands: Any) -> None:
         description="Serves a model with each rule, lets the servers answer the same prompts in "
         "turn, times them with `vllm bench serve` and writes one JSON line for each turn. Called "
         "again it goes on where it was interrupted. Without options: the packaged model, ngram "
-        "drafts, strict verification beside the recommended setting; see docs/measuring.md.",
+        "drafts, strict verification and the recommended setting; see docs/measuring.md.",
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", default=Path("build/sweep.jsonl"),
-        help="default build/sweep.jsonl; logs go beside it")  # fmt: skip
+        help="default build/sweep.jsonl; logs go next to it")  # fmt: skip
     add("--model", metavar="MODEL", help="default: the packaged model")
     add("--draft", dest="drafts", nargs="+", metavar="DRAFT",
         help="ngram, suffix, mtp, or the directory or name of a draft model or head; default "
@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
 
 def add_shared(add: Any) -> None:
     """Adds the options of all commands that run a sweep."""
-    add("--anew", action="store_true", help="measure all again; what was there moves to FILE.old")
+    add("--anew", action="store_true", help="measure all again; the old file becomes FILE.old")
     add("--server-arg", dest="server_args", action="append", metavar="ARG",
         help="one more argument of every server, such as --server-arg=--max-model-len=4096; "
         "repeatable")  # fmt: skip

@@ -109,11 +109,6 @@ def put_together(
     """Returns the family with the largest gain over no drafts, and its K by load.
 
     K is 0 at loads at which no drafts are faster.
-
-    Args:
-        left: remaining candidates by point.
-        known_paces: paces of the candidates and of no drafts.
-        families: families to choose from.
     """
 
     def gain(family: str, k: int, points: Sequence[Point]) -> float:
@@ -205,9 +200,6 @@ def tune(
 
     Returns:
         The chosen configs, and the file with only the final comparison.
-
-    Raises:
-        ValueError, RuntimeError: as `run_sweep`, or no request without drafts succeeded.
     """
     from vllm_mars.lab.sweep import run_sweep
 
@@ -291,13 +283,13 @@ def told(served: Served, file: SweepFile) -> tuple[list[str], "TextTable"]:
         # The loop ended with FOR_ALL, which is the same at each temperature.
         lines.append(f"A server has one setting; over all of these requests: {family}, {flag}")
     if math.isinf(widest):
-        lines.append("One block of prompts tells no interval; give more --minutes or --prompts.")
+        lines.append("One block of prompts gives no interval; give more --minutes or --prompts.")
     elif widest > NARROW:
         times = (widest / NARROW) ** 2
         lines.append(
             f"Intervals are up to ±{widest:.0%}. For ±{NARROW:.0%} the comparison, half of "
             f"--minutes, takes {times * _minutes(file.records):.0f} minutes, and "
-            f"{times * len(prompts):.0f} prompts beside those that choose."
+            f"{times * len(prompts):.0f} prompts in addition to those that choose."
         )
     return lines, table
 
@@ -307,8 +299,8 @@ def add_parser(commands: Any) -> None:
         "tune",
         help="find the speculative config to serve, at each load",
         description="Measures no drafts, strict verification and MARS at several K on real servers "
-        "with your prompts, drops what is slow, and prints a --speculative-config for each "
-        "temperature, and one for all, beside no drafts and strict verification at its best. "
+        "with your prompts, drops slow ones, and prints a --speculative-config for each "
+        "temperature and one for all, compared with no drafts and the best strict setting. "
         "Called again it goes on.",
     )
     add = parser.add_argument
@@ -328,7 +320,7 @@ def add_parser(commands: Any) -> None:
     add("--side-by-side", type=int, metavar="N",
         help="servers at a time, which share the GPU's memory; default 3")  # fmt: skip
     add("--output", type=Path, metavar="FILE", default=Path("build/tune.jsonl"),
-        help="default build/tune.jsonl; the choice goes beside it as .json")  # fmt: skip
+        help="default build/tune.jsonl; the choice goes next to it as .json")  # fmt: skip
     sweep_command.add_shared(add)
 
 

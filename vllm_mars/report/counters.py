@@ -24,7 +24,6 @@ class Counters:
 
     Args:
         interval: seconds between copies to the host, >= 0; None for 0 on a CPU, else `INTERVAL`.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -58,14 +57,10 @@ class Counters:
         """int64, the largest loss of a request in each bucket, in units of 2**-LOSS_BITS nats."""
         return torch.tensor([int(most / UNIT) for most in BUCKETS], device=self.device)
 
-    @cached_property
-    def _one(self) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.int64, device=self.device)
-
     def add_ended(self, lost: torch.Tensor) -> None:
         """Counts ended requests by their loss, int64 `[n]` in units of 2**-LOSS_BITS nats."""
         buckets = torch.bucketize(lost, self.bounds)
-        self.device_counts[self.layout.ended].index_add_(0, buckets, self._one.expand_as(lost))
+        self.device_counts[self.layout.ended].index_add_(0, buckets, torch.ones_like(lost))
         self.device_counts[self.layout.ended_lost].index_add_(0, buckets, lost)
 
     @cached_property

@@ -11,7 +11,7 @@ def check_nodes(nodes: Iterable[dict[str, Any]], directories: Sequence[str] = ()
 
     Args:
         nodes: entries of `ray.nodes()`.
-        directories: directories that every node must have.
+        directories: must be on every node.
 
     Raises:
         RuntimeError: a node has another version of Ray, vLLM or this package, lacks a directory, or
@@ -33,7 +33,7 @@ def check_nodes(nodes: Iterable[dict[str, Any]], directories: Sequence[str] = ()
         try:
             report = ray.get(answer, timeout=PROBE_SECONDS)
         except ray.exceptions.RayError as error:
-            raise RuntimeError(f"{name} cannot be asked for its versions: {error}") from error
+            raise RuntimeError(f"{name} does not report its versions: {error}") from error
         for package, version in expected.items():
             if report["versions"][package] != version:
                 raise RuntimeError(

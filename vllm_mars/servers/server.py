@@ -73,11 +73,10 @@ class VllmServer:
         """Describes the server without starting it.
 
         Args:
-            model: directory or name of a model.
             args: further arguments of `vllm serve`, without `--host` and `--port`.
             log_path: file for the server's output, replaced if it exists.
             env: variables that override the inherited environment.
-            startup_timeout: seconds until the server must answer.
+            startup_timeout: in seconds.
             wait: whether entering the context waits for the server.
         """
         self.model = str(model)

@@ -236,7 +236,7 @@ class RequestsV2(LogitsProcessor):
     def draft_sampling(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft temperature (float32) and next seed (int64) of each slot."""
         assert self._is_probabilistic, (
-            "draft_sample_method is not 'probabilistic', but drafts are drawn"
+            "draft_sample_method is not 'probabilistic', but drafts are sampled"
         )
         return self._draft_temperature.gpu, self._next_seeds.gpu
 
@@ -265,9 +265,9 @@ class RequestsV2(LogitsProcessor):
             if req_idx in self._req_states.index_to_req_id:
                 raise RuntimeError(
                     f"Request {self._req_states.index_to_req_id[req_idx]!r} is in slot {req_idx}, "
-                    "but RequestState.add_request was not told its tokens, by which vllm-mars "
-                    "knows where it must be strict; install a vLLM that it knows, or drop "
-                    "rejection_sample_method 'mars'."
+                    "but RequestState.add_request was not called with its tokens, from which "
+                    "vllm-mars knows where it must be strict; install a vLLM that it knows, or "
+                    "drop rejection_sample_method 'mars'."
                 )
             # vLLM's dummy run uses slots without a request.
             text = _NewText(state=0, prompt_state=0, length=0, prompt_len=0)
@@ -322,7 +322,7 @@ class RequestsV2(LogitsProcessor):
     def leave(
         self, preempted: Collection[str], finished: Collection[str], counters: Counters
     ) -> None:
-        """Saves the losses of preempted requests, and counts those of finished ones, by id."""
+        """Saves the losses of preempted requests and counts finished ones, by id."""
         for req_id in preempted:
             if (slot := self._slots.pop(req_id, None)) is not None:
                 self._preempted_lost[req_id] = self.records.lost[slot].clone()

@@ -89,7 +89,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         self._is_warm = False
         # Largest number of `logprob_token_ids` of a request in the step.
         self._num_named = 0
-        # Of the last verified chunk: slot of each row and of each request, and the table of
+        # The last verified chunk: slot of each row and of each request, and the table of
         # `StepCounters` if logprobs include the log-ratios.
         self._row_slots: torch.Tensor
         self._slots: torch.Tensor
