@@ -1,4 +1,4 @@
-"""Settings and fixtures that all tests share."""
+"""Settings and fixtures of all tests."""
 
 import os
 from pathlib import Path
@@ -8,19 +8,19 @@ import pytest
 import interpreter
 import leftovers
 
-# Before anything imports vLLM or a Hugging Face library. Child servers inherit them.
+# Must be set before vLLM or a Hugging Face library is imported. Child servers inherit them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-# Compiling anything, as for the first logprobs of an engine, takes longer than what it speeds up.
+# Compilation, as for an engine's first logprobs, takes longer than it saves.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-# Engine core and worker share a process: this one, or in a server one beside the API's.
+# Engine core and worker share a process.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# Engines of one thread on any core: on busy cores, threads that wait for each other make a tiny
-# model 30 times slower.
+# One thread on any core: on busy cores, threads that wait for each other make a tiny model 30 times
+# slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# Lets a test hand a function to an engine's workers.
+# Lets tests send functions to an engine's workers.
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
@@ -36,13 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    """A worker of pytest-xdist has told what it leaves behind."""
+    """Collects the leftovers of a pytest-xdist worker."""
     node.config.stash[LEFT] += getattr(node, "workeroutput", {}).get("left", [])
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run that leaves something behind fails."""
+    """Fails a run that leaves processes or files."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left"] = leftovers.children()
         return
@@ -61,16 +61,16 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest come first: those with interpreted tests, then those with engines.
+    """Runs the slowest files first: those with interpreted tests, then those with engines.
 
-    A file stays on one worker of xdist. Files that share an engine name a group of their own:
+    A file stays on one xdist worker. Files that share an engine set the same
     `pytest.mark.xdist_group("name")`.
     """
     first = {
         name: {item.path for item in items if item.get_closest_marker(name)}
         for name in ("interpreted", "engine")
     }
-    # Whole files, or what a module's fixtures hold would be built twice.
+    # Files stay whole, so that module fixtures are set up once.
     items.sort(key=lambda item: [item.path not in paths for paths in first.values()])
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def packaged_model() -> Path:
-    """Directory of SmolLM2-135M-Instruct, made on first use."""
+    """Directory of SmolLM2-135M-Instruct, created on first use."""
     from vllm_mars.models.packaged_model import ensure_model
 
     return ensure_model()
@@ -87,7 +87,7 @@ def packaged_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """Directory "tiny" of a Llama with random weights and a tokenizer; not to be written to."""
+    """Read-only directory "tiny" of a Llama with random weights and a tokenizer."""
     import tiny_models
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
@@ -98,15 +98,18 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def lossy_server(packaged_model, tmp_path_factory):
-    """The server of the group "lossy_server": theta 0.3, or a larger one by request."""
+    """Server of the group "lossy_server": theta 0.3, or a larger one by request."""
     from engines import LOSSY, packaged_server
 
     arguments = [
-        # Chunked or cached prefills round differently; tokens are compared.
+        # Cached prefills round differently, and tests compare tokens.
         "--no-enable-prefix-caching",
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"),
-        # Or a small model fills an answer with whitespace.
-        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+        "--enable-auto-tool-choice",
+        "--tool-call-parser=hermes",
+        "--enable-scale-out",
+        # A small model would fill an answer with whitespace.
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
     ]
     directory = tmp_path_factory.mktemp("server")
     (overrides := directory / "overrides.json").write_text("{}")
@@ -117,7 +120,7 @@ def lossy_server(packaged_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def bytes_model(tmp_path_factory) -> Path:
-    """Directory of a Llama as in `tiny_model`, whose tokens are bytes; not to be written to."""
+    """Read-only directory of a Llama as in `tiny_model`, whose tokens are bytes."""
     import tiny_models
 
     directory = tmp_path_factory.mktemp("models") / "bytes"
@@ -128,7 +131,7 @@ def bytes_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def bounded_server(bytes_model, tmp_path_factory):
-    """The server of the group "bounded_server": the recommended setting."""
+    """Server of the group "bounded_server": the recommended setting."""
     from engines import BOUNDED, open_server
 
     with open_server(bytes_model, BOUNDED, tmp_path_factory.mktemp("bounded")) as running:
@@ -137,7 +140,7 @@ def bounded_server(bytes_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def opt_in_server(packaged_model, tmp_path_factory):
-    """The server of the group "opt_in_server": strict unless a request asks (docs/serving.md)."""
+    """Server of the group "opt_in_server": strict unless a request opts in (docs/serving.md)."""
     from engines import OPT_IN, packaged_server
     from vllm_mars.models.draft_head import PACKAGED_HEAD
     from vllm_mars.models.drafts import speculative_config
@@ -152,7 +155,7 @@ def opt_in_server(packaged_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def registered_kernels():
-    """vLLM's CPU kernels for sampling, as an engine that starts registers them."""
+    """Registers vLLM's CPU kernels for sampling, as at the start of an engine."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
@@ -161,7 +164,7 @@ def registered_kernels():
 
 @pytest.fixture
 def mended_kernels(registered_kernels):
-    """These kernels, mended; of each test, since an engine in the process registers them again."""
+    """Mends these kernels for each test, since an engine in the process registers them again."""
     from vllm_on_cpu import mend
 
     mend()
@@ -169,7 +172,7 @@ def mended_kernels(registered_kernels):
 
 @pytest.fixture
 def clean_registry():
-    """No metric of vLLM in Prometheus's registry, before and after."""
+    """Removes vLLM's metrics from Prometheus's registry before and after a test."""
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     unregister_vllm_metrics()

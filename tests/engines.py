@@ -1,8 +1,4 @@
-"""Engines and servers for tests, each on the smallest footing that its subject allows.
-
-- `engine_in_process`: seconds for a tiny model, which is what it is mostly for.
-- `packaged_server`: the packaged model behind `vllm serve`.
-"""
+"""Engines and servers for tests, as small as the subject allows."""
 
 from __future__ import annotations
 
@@ -25,14 +21,13 @@ if TYPE_CHECKING:
 
 NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
 MARS = {**NGRAM, "rejection_sample_method": "mars"}
-# Without the prefix cache, whose prefills round differently: tokens are compared.
+# Cached prefills round differently, and tests compare tokens.
 PACKAGED = {"max_model_len": 1024, "max_num_seqs": 8, "enable_prefix_caching": False}
 LOSSY = {**MARS, "mars_theta": 0.3}
-# Tests' answers are short.
+# Answers of tests are short, so none of their tokens may be an opening.
 BOUNDED = {**MARS, "mars_max_loss": 0.02, "mars_strict_opening": 0}
 OPT_IN = {"rejection_sample_method": "mars", "mars_max_loss": 0, "mars_limit": 0.02}
 
-# Of a constrained answer.
 PET = {
     "type": "object",
     "properties": {
@@ -49,7 +44,7 @@ PET_FORMAT = {
 
 
 def resolved(model, options, arguments=(), **engine_options):
-    """The options as the workers get them, with arguments of the command line among others."""
+    """The workers' config, with arguments of the command line and of the engine."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
 
@@ -72,10 +67,10 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    # On a CPU vLLM looks through all modules as an engine starts, and once ngram drafts have loaded
-    # llvmlite, it takes a function of LLVM for the dictionary of this object.
+    # vLLM inspects all modules when an engine starts on a CPU, and would take a function of LLVM
+    # for this object's __dict__ after ngram drafts have loaded llvmlite.
     ffi.lib._fntab["__dict__"] = {}
-    given = {
+    engine_options = {
         "skip_tokenizer_init": True,
         "max_model_len": 128,
         "max_num_seqs": 4,
@@ -83,14 +78,14 @@ def engine_in_process(model: Path, speculative_config: dict | None, **options) -
         "enforce_eager": True,
         **options,
     }
-    # vLLM leaves variables behind, for the children that it would start.
+    # vLLM sets environment variables for child processes.
     with mock.patch.dict(os.environ):
         try:
             llm = LLM(
                 str(model),
                 disable_log_stats=False,
                 speculative_config=speculative_config,
-                **given,
+                **engine_options,
             )
             try:
                 yield llm
@@ -108,19 +103,21 @@ def counters(llm: LLM) -> dict[str, float]:
 
 
 def greedy_tokens(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """The answers to prompts of token ids; the options are those of SamplingParams."""
+    """Greedy answers to prompts of token ids, with options of SamplingParams."""
     from vllm import SamplingParams
 
-    given = {"temperature": 0, "detokenize": False, "ignore_eos": True, **options}
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(asked, SamplingParams(**given), use_tqdm=False)
+    params = SamplingParams(
+        **{"temperature": 0, "detokenize": False, "ignore_eos": True, **options}
+    )
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def packaged_server(
     model: Path, speculative_config: dict, directory: Path, *arguments: str, **env: str
 ):
-    """`vllm serve` with the name "model", its log in the directory, metrics logged each second."""
+    """`vllm serve` of the packaged model as "model"; logs metrics each second."""
     return VllmServer(
         model,
         [
@@ -135,7 +132,7 @@ def packaged_server(
 
 
 def open_server(model: Path, speculative_config: dict | None, directory: Path, *arguments: str):
-    """A small server with all routes, those of vLLM's developers and `kept`'s too."""
+    """A small server with all routes, including those of vLLM's development mode and of `kept`."""
     speculation = ["--speculative-config", json.dumps(speculative_config)]
     tests = str(Path(__file__).parent)
     return VllmServer(
@@ -148,6 +145,6 @@ def open_server(model: Path, speculative_config: dict | None, directory: Path, *
             *arguments,
         ],
         log_path=directory / "server.log",
-        # Thousands of samples of one request would be all that a burst does.
+        # A request for thousands of samples would crowd out the others.
         env={"VLLM_SERVER_DEV_MODE": "1", "VLLM_MAX_N_SEQUENCES": "8", "PYTHONPATH": tests},
     )

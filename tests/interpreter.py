@@ -1,9 +1,8 @@
-"""Runs tests marked `interpreted` in a process of their file, whose Triton is the interpreter.
+"""Runs the tests marked `interpreted` in one process per file, with Triton's interpreter.
 
-They are collected like others. Triton takes the interpreter for all of a process or for nothing,
-by a variable that is read as it loads, and vLLM asks for its Triton kernels alike
-(`interpreted/sitecustomize.py`). So the first of a file's tests starts such a process for all that
-are selected, and each waits for its own result.
+Triton reads TRITON_INTERPRET when it loads, so the interpreter applies to a whole process; vLLM's
+Triton kernels likewise need `interpreted/sitecustomize.py`. The first test of a file starts the
+process for all selected tests of the file, and each test waits for its result.
 """
 
 import json
@@ -18,14 +17,14 @@ import pytest
 
 TESTS = Path(__file__).parent
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# In such a process, where its results go.
+# File descriptor to which an interpreted process writes results.
 PIPE = "VLLM_MARS_TEST_RESULTS"
-# An item's, to which pytest-xdist adds its group.
+# Node id of an item before pytest-xdist appends the group.
 NAME = pytest.StashKey[str]()
 
 
 class Interpreted:
-    """The plugin of the process that collects."""
+    """Plugin of the collecting process."""
 
     def __init__(self) -> None:
         self._children: dict[Path, Child] = {}
@@ -33,14 +32,17 @@ class Interpreted:
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if item.get_closest_marker("interpreted"):
             item.stash[NAME] = item.nodeid
-            # Fixtures are made where the test runs.
+            # The child process sets up the fixtures.
             item.setup = lambda: None
             item.runtest = lambda: self._run(item)
 
     def _run(self, item: pytest.Item) -> None:
         if item.path not in self._children:
-            of_file = [it for it in item.session.items if it.path == item.path and NAME in it.stash]
-            names = [it.stash[NAME] for it in of_file]
+            names = [
+                other.stash[NAME]
+                for other in item.session.items
+                if other.path == item.path and NAME in other.stash
+            ]
             self._children[item.path] = Child(item.config.rootpath, names)
         result = self._children[item.path].result(item.stash[NAME])
         print(result["shown"])
@@ -64,9 +66,7 @@ class Child:
         folders = map(str, (TESTS / "interpreted", TESTS))
         variables = {"TRITON_INTERPRET": "1", PIPE: str(writing)}
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names),
-            ],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names],
             cwd=root,
             env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(folders)},
             stdout=self._output,
@@ -76,20 +76,20 @@ class Child:
         os.close(writing)
 
     def result(self, name: str) -> dict[str, str]:
-        """Waits for a test's end."""
+        """Waits for the result of a test."""
         while name not in self._results:
             if not (line := self._lines.readline()):
                 self._process.wait()
                 self._output.seek(0)
-                told = self._output.read()[-5000:]
-                reason = f"its process ended with {self._process.returncode}:\n{told}"
+                output = self._output.read()[-5000:]
+                reason = f"its process ended with {self._process.returncode}:\n{output}"
                 return {"outcome": "failed", "reason": reason, "shown": ""}
-            found = json.loads(line)
-            self._results[found["name"]] = found
+            result = json.loads(line)
+            self._results[result["name"]] = result
         return self._results[name]
 
     def close(self) -> None:
-        """Waits for the process, which is stopped if results were not waited for."""
+        """Stops the process if tests are left, and waits for its end."""
         if len(self._results) < self._count:
             self._process.send_signal(signal.SIGINT)
         self._process.wait()
@@ -98,7 +98,7 @@ class Child:
 
 
 class Results:
-    """The plugin of the process that runs them."""
+    """Plugin of the process that runs the tests."""
 
     def __init__(self, file: int) -> None:
         self._file = os.fdopen(file, "w", buffering=1)
@@ -110,13 +110,12 @@ class Results:
         if report.outcome != "passed" and self._outcome["outcome"] != "failed":
             self._outcome = {"outcome": report.outcome, "reason": report.longreprtext}
         if report.when == "teardown":
-            shown = report.capstdout
-            told = {"name": report.nodeid, **self._outcome, "shown": shown}
-            self._file.write(json.dumps(told) + "\n")
+            result = {"name": report.nodeid, **self._outcome, "shown": report.capstdout}
+            self._file.write(json.dumps(result) + "\n")
 
 
 def configure(config: pytest.Config) -> None:
-    """Registers what this process needs of it."""
+    """Registers the plugin of this process."""
     if PIPE in os.environ:
         config.pluginmanager.register(Results(int(os.environ.pop(PIPE))))
     elif not IS_INTERPRETED:

@@ -1,4 +1,4 @@
-"""The rule once more, in pure Python, written from its definition and from nothing else."""
+"""An independent implementation of the rule in pure Python, written only from its definition."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from vllm_mars.kernels.interface import Verdict
 
 @dataclass
 class Verified:
-    """Tokens that one greedy request emits, and how many drafts were accepted and relaxed."""
+    """Output of a greedy request, with the number of accepted and of relaxed drafts."""
 
     tokens: list[int]
     accepted: int
@@ -23,7 +23,7 @@ class Verified:
 
 
 def argmax(row: Sequence[float]) -> int:
-    """First NaN if there is one, else the lowest id of the largest logit."""
+    """Id of the first NaN, or else the lowest id of the largest logit."""
     for token, logit in enumerate(row):
         if math.isnan(logit):
             return token
@@ -31,7 +31,7 @@ def argmax(row: Sequence[float]) -> int:
 
 
 def is_relaxed(row: Sequence[float], draft: int, theta: float, protected: frozenset[int]) -> bool:
-    """Whether the margin accepts the draft token, the argmax included."""
+    """Whether the margin accepts the draft token, which may be the argmax."""
     if not 0 <= draft < len(row) or any(math.isnan(logit) for logit in row) or len(row) < 2:
         return False
     first, second = sorted(row, reverse=True)[:2]
@@ -46,7 +46,7 @@ def is_relaxed(row: Sequence[float], draft: int, theta: float, protected: frozen
 
 
 def loss(row: Sequence[float], draft: int) -> Fraction:
-    """Nats that the draft token loses against the first choice, in steps of 2**-16, rounded up."""
+    """Loss of the draft token against the argmax, in nats, rounded up to units of 2**-16."""
     if not 0 <= draft < len(row) or any(math.isnan(logit) for logit in row):
         return Fraction(0)
     with np.errstate(all="ignore"):
@@ -57,13 +57,13 @@ def loss(row: Sequence[float], draft: int) -> Fraction:
 
 
 def is_payable(row: Sequence[float], draft: int) -> bool:
-    """Whether the draft token has a price at all."""
+    """Whether the loss of the draft token is finite."""
     is_token = 0 <= draft < len(row) and not any(math.isnan(logit) for logit in row)
     return is_token and row[draft] > -math.inf and max(row) < math.inf
 
 
 def in_steps(price: float | Fraction) -> Fraction:
-    """A price in steps of 2**-16, rounded down."""
+    """A price, rounded down to units of 2**-16."""
     if isinstance(price, Fraction):
         return price
     return Fraction(math.floor(min(float(np.float32(price)), 2.0**13) * 2**16), 2**16)
@@ -71,9 +71,9 @@ def in_steps(price: float | Fraction) -> Fraction:
 
 @dataclass
 class Nats:
-    """No more than `rate` nats for each output token, and for 100 more; `lost` so far.
+    """A budget of `rate` nats per output token plus 100 tokens, of which `lost` is spent.
 
-    The rate counts in steps of 2**-30, rounded down, and what has been earned in steps of 2**-16.
+    The rate is rounded down to units of 2**-30, and the budget to units of 2**-16.
     """
 
     rate: Fraction
@@ -93,9 +93,12 @@ def judge(
     ends: frozenset[int] = frozenset(),
     room: int | None = None,
 ) -> list[Verdict]:
-    """The verdict at each of a greedy request's positions, up to where the step ends.
+    """Verdicts of a greedy request's positions.
 
-    A draft token that is listed is relaxed only beside a first choice that is.
+    A listed draft token is relaxed only if the argmax is listed, too.
+
+    Args:
+        room: number of further output tokens that the request may have.
     """
     verdicts = []
     lost = nats.lost if nats else Fraction(0)
@@ -134,23 +137,23 @@ def judge(
 
 
 def repeats(before: Sequence[int], token: int, most: int = 4) -> int:
-    """Tokens of the longest n-gram of these that the token completes behind them; 0 for none."""
-    found = 0
+    """Length of the longest n-gram of `before` that the token would repeat; 0 for none."""
+    longest = 0
     for n in range(2, most + 1):
         ngram = [*before[len(before) - n + 1 :], token]
-        held = [[*before[at : at + n]] for at in range(len(before) - n + 1)]
-        found = n if len(ngram) == n and ngram in held else found
-    return found
+        earlier = [[*before[start : start + n]] for start in range(len(before) - n + 1)]
+        longest = n if len(ngram) == n and ngram in earlier else longest
+    return longest
 
 
 def num_extendable(drafts: Sequence[int], ends: frozenset[int], room: int | None) -> int:
-    """Positions behind which a token of the answer can come: `room` of them, and before an end."""
+    """Number of positions that a token of the answer can follow: `room`, and before an end."""
     before_end = [draft in ends for draft in [*drafts, *ends]].index(True) if ends else len(drafts)
     return min(before_end, len(drafts), len(drafts) if room is None else room)
 
 
 def earned(nats: Nats, tokens: int) -> Fraction:
-    """What the request may have lost by the end of so many tokens of this step."""
+    """Budget of the request after `tokens` tokens of this step."""
     rate = Fraction(math.floor(nats.rate * 2**30), 2**30)
     return Fraction(math.floor(rate * (nats.produced + tokens + 100) * 2**16), 2**16)
 
@@ -162,7 +165,7 @@ def best_stop(
     price: Fraction,
     gainful: int,
 ) -> int:
-    """Of all places where the step may end, the first that is worth most."""
+    """First of the best positions at which the step can end."""
     stops = []
     for stop in range(len(drafts) + 1):
         before = range(stop)
@@ -177,9 +180,9 @@ def best_stop(
 def verify(
     rows: Sequence[Sequence[float]], drafts: Sequence[int], bonus: int | None, **rule: Any
 ) -> Verified:
-    """Greedy verification of one request, by what `judge` takes of its rule.
+    """Greedy verification of one request; `rule` holds arguments of `judge`.
 
-    What is relaxed behind the answer's last token does not count.
+    Relaxed tokens after the answer's last token do not count.
     """
     verdicts = judge(rows, drafts, **rule)
     gainful = num_extendable(drafts, rule.get("ends", frozenset()), rule.get("room"))
@@ -197,7 +200,7 @@ def verify(
 
 
 def softmax(row: Sequence[float]) -> list[float]:
-    """p of each token; NaN of all where one is no number."""
+    """p of each token; all NaN if a logit is NaN or +inf, or all are -inf."""
     if any(math.isnan(logit) or logit == math.inf for logit in row) or max(row) == -math.inf:
         return [math.nan] * len(row)
     shares = [math.exp(logit - max(row)) for logit in row]
@@ -210,39 +213,39 @@ def tilts(
     price: float | Fraction,
     is_strict: Sequence[bool],
     gainful: int,
-    kept: Sequence[frozenset[int]],
+    preserved: Sequence[frozenset[int]],
 ) -> list[float]:
-    """b at each position of a draft, not drawn, of a request that samples without a bound."""
-    found, ahead = [0.0] * (len(drafts) - gainful), 0.0
-    given = list(zip(rows, drafts, is_strict, kept, strict=True))[:gainful]
-    for row, draft, strict, own_kept in reversed(given):
+    """Bias b at each position of a fixed draft, for a sampled request without a bound."""
+    biases, ahead = [0.0] * (len(drafts) - gainful), 0.0
+    positions = list(zip(rows, drafts, is_strict, preserved, strict=True))[:gainful]
+    for row, draft, strict, tokens in reversed(positions):
         shares = softmax(row)
         p = shares[draft] if 0 <= draft < len(row) else 0.0
-        # Of a row that holds a NaN nothing is accepted.
+        # Nothing is accepted on a row with a NaN.
         p = 0.0 if math.isnan(p) else p
         bias = float(in_steps(price)) + ahead if p > 0 else 0.0
         if p > 0:
-            rest = sum(share for token, share in enumerate(shares) if token not in own_kept)
+            rest = sum(share for token, share in enumerate(shares) if token not in tokens)
             ahead = p * bias if strict else rest * math.log(tilted(p / rest, bias))
         else:
             ahead = 0.0
-        found.append(0.0 if strict else bias)
-    return found[::-1]
+        biases.append(0.0 if strict else bias)
+    return biases[::-1]
 
 
 def tilted(p: float, bias: float) -> float:
-    """What the shares add up to once exp(bias) multiplies that of a token of probability p."""
+    """Sum of the distribution after exp(bias) has multiplied a token of probability p."""
     return 1 - p + p * math.exp(bias)
 
 
 def served(
-    row: Sequence[float], draft: int, bias: float, kept: frozenset[int] = frozenset()
+    row: Sequence[float], draft: int, bias: float, preserved: frozenset[int] = frozenset()
 ) -> list[float]:
-    """m of each token; what is kept has the target's own probability."""
+    """m of each token; preserved tokens have the target's probability."""
     p = softmax(row)
     if not bias:
         return p
-    free = [token for token in range(len(row)) if token not in kept]
+    free = [token for token in range(len(row)) if token not in preserved]
     shares = [p[token] * (math.exp(bias) if token == draft else 1) for token in free]
     scale = sum(p[token] for token in free) / sum(shares)
     m = list(p)

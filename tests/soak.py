@@ -1,15 +1,13 @@
-"""A hostile client on a real server for a while: nothing leaks, nothing falls, SIGTERM ends it.
+"""Soak test of a real server under the hostile client of `hostile.py`.
 
 `make soak MINUTES=20 ARGS="--output build/soak.json"`, or `python tests/soak.py`.
 
-What is sent is in `hostile.py`. Checked every few seconds: the memory of the server's processes,
-and that no counter has fallen. At the end nothing may be left of any request, and a second load is
-met by SIGTERM, after which no process may be left.
+Checks every few seconds that no counter falls, and at the end that memory has not grown and that no
+request is left. SIGTERM under a second load must end all processes.
 
-The server runs with `--shutdown-timeout`: it then lets the requests end that it has. Those that do
-not end in that time, all of them without the option, are never answered: vLLM, with or without
-MARS, has then ended its engine and waits for their clients to hang up, however long that takes. So
-the clients here do so after the timeout.
+The server runs with `--shutdown-timeout`, within which running requests may end. vLLM never answers
+those that do not: with or without MARS it waits until their clients disconnect, as these clients do
+after the timeout.
 """
 
 import argparse
@@ -35,19 +33,15 @@ SPECULATION = {
     **BOUNDED,
     "mars_strict_spans": [["<jupyter_code>", "<jupyter_output>"]],
 }
-# Of the memory after the first half, what the second half may add.
+# Share by which memory may grow.
 MEMORY_GROWTH = 0.05
 DRAIN_SECONDS = 60
-# For the processes to end, behind the drain and again when the clients have hung up.
+# Time for the processes to end, after the drain and again after the clients disconnect.
 GRACE_SECONDS = 30.0
 
 
 class Watch:
-    """Memory and counters of a server, read every few seconds.
-
-    Args:
-        server: the server.
-    """
+    """Memory and counters of a server, read every few seconds."""
 
     def __init__(self, server: VllmServer) -> None:
         self.server = server
@@ -67,7 +61,7 @@ class Watch:
             name: value
             for name, value in self.server.metrics().items()
             if name.split("{")[0].endswith(("_total", "_sum", "_count"))
-            # Times of a request that ends before it is scheduled are negative: vLLM #49135.
+            # vLLM #49135: negative times of a request that ends before it is scheduled.
             and "_time_seconds_sum" not in name
         }
         fallen = {
@@ -78,14 +72,14 @@ class Watch:
         self._counters = counters
 
     def growth(self) -> float:
-        """Memory of the last quarter over that of the second one, less 1; by their medians."""
+        """Growth of the median memory from the second to the last quarter."""
         quarter = max(1, len(self.memory) // 4)
         early = statistics.median(self.memory[quarter : 2 * quarter] or self.memory)
         return statistics.median(self.memory[-quarter:]) / early - 1
 
 
 def processes(server: VllmServer) -> list[psutil.Process]:
-    """The server's processes, its engine's and workers' too."""
+    """Processes of the server, its engine and its workers."""
     process = psutil.Process(server.pid)
     return [process, *process.children(recursive=True)]
 
@@ -98,20 +92,20 @@ def _resident(process: psutil.Process) -> int:
 
 
 async def terminate_under_load(server: VllmServer, client: Client) -> float:
-    """Sends SIGTERM to the server's own process while a client asks; returns seconds until the end.
+    """Sends SIGTERM to a server under load; returns the seconds until it has ended.
 
     Raises:
-        HarmError: a process of the server is left, after its clients have hung up too.
+        HarmError: a process is left after the clients have disconnected.
     """
     await client.begin()
     asking = asyncio.ensure_future(client.run(math.inf))
     await asyncio.sleep(3.0)
-    all_of_it = processes(server)
+    running = processes(server)
     begin = time.monotonic()
-    all_of_it[0].send_signal(signal.SIGTERM)
-    _, left = await asyncio.to_thread(psutil.wait_procs, all_of_it, DRAIN_SECONDS + GRACE_SECONDS)
+    running[0].send_signal(signal.SIGTERM)
+    _, left = await asyncio.to_thread(psutil.wait_procs, running, DRAIN_SECONDS + GRACE_SECONDS)
     asking.cancel()
-    # Clients see their connections end; that is no fault.
+    # Connection errors of the clients are expected.
     await asyncio.gather(asking, return_exceptions=True)
     await client.http.aclose()
     _, left = await asyncio.to_thread(psutil.wait_procs, left, GRACE_SECONDS)
@@ -122,11 +116,7 @@ async def terminate_under_load(server: VllmServer, client: Client) -> float:
 
 
 async def soak(server: VllmServer, minutes: float, client: Client) -> dict[str, Any]:
-    """Loads a server; returns what was seen.
-
-    Raises:
-        HarmError: something that must not happen did.
-    """
+    """Loads a server and returns its measurements; raises HarmError."""
     watch = Watch(server)
     until = time.monotonic() + minutes * 60
     await client.begin()
@@ -146,14 +136,14 @@ async def soak(server: VllmServer, minutes: float, client: Client) -> dict[str, 
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
+    """Runs the soak test; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file with what was seen")
     args = parser.parse_args()
     if args.output:
-        # Before the hour, not behind it.
+        # Fail before the run if the folder cannot be made.
         args.output.parent.mkdir(parents=True, exist_ok=True)
     from vllm_mars.models.packaged_model import ensure_model
     from vllm_mars.servers.provenance import describe_run
@@ -174,7 +164,7 @@ def main() -> int:
     if args.output:
         result = {"schema": "vllm-mars/soak/2", **describe_run(None), "seed": args.seed, **seen}
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-    # A short run still fills its caches.
+    # Caches still fill during a short run.
     if args.minutes >= 5 and seen["memory_growth"] > MEMORY_GROWTH:
         print(f"soak failed: memory grew by {seen['memory_growth']:.1%}", file=sys.stderr)
         return 1

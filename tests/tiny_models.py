@@ -1,4 +1,4 @@
-"""Tiny models with random weights for tests of mechanics: a Llama target, drafts of each kind."""
+"""Tiny models with random weights: targets, and drafts of each kind."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 VOCAB = 512
-# The CPU attention kernels of vLLM take heads of 32 and more.
+# vLLM's CPU attention needs heads of at least 32.
 HIDDEN = 128
 NUM_DRAFT_TOKENS = 3
 
@@ -25,41 +25,29 @@ NUM_DRAFT_TOKENS = 3
 def llama(directory: Path, added: float = 0.05) -> LlamaForCausalLM:
     """Writes a two-layer Llama target and returns it.
 
-    Where its layers add next to nothing, a token follows from the last one alone: answers go round
-    in circles, and n-grams are good drafts.
+    If `added`, the weight of its layers, is tiny, a token depends only on the one before: answers
+    repeat themselves, and n-grams are good drafts.
     """
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        # Wide logits, so that margins of both kinds occur.
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**_SHAPE))
     _make_guessable(model, added)
     model.save_pretrained(directory)
     return model
 
 
 def first_layer(directory: Path, target: LlamaForCausalLM) -> None:
-    """Writes a draft model of the target's first layer; the target in memory is cut, too."""
+    """Writes a draft model of the target's first layer; also cuts the target in memory."""
     target.model.layers = target.model.layers[:1]
     target.config.num_hidden_layers = 1
     target.save_pretrained(directory)
 
 
 def tokenizer(directory: Path, of_bytes: bool = False, ends: str = "") -> None:
-    """Writes a tokenizer beside a target: each word is one token, and so is each role of a chat.
+    """Writes a tokenizer into a target's directory.
 
-    Or each byte, so that a grammar can be followed; the words are then only answered. What `ends`
-    says stands behind each message.
+    Args:
+        of_bytes: encodes bytes, as grammars need, instead of words; words then occur in answers.
+        ends: text after each message of a chat.
     """
     words = ["<unk>", "<s>", "</s>", "user", "assistant"]
     words += sorted(ByteLevel.alphabet()) if of_bytes else []
@@ -81,7 +69,7 @@ def tokenizer(directory: Path, of_bytes: bool = False, ends: str = "") -> None:
 
 
 def eagle(directory: Path, target: LlamaForCausalLM) -> None:
-    """Writes an EAGLE head: the next hidden state is the token's embedding, blurred."""
+    """Writes an EAGLE head that predicts the token's embedding with noise."""
     prefix = "model.layers.0."
     # An EAGLE layer has no input norm.
     tensors = {
@@ -100,7 +88,7 @@ def eagle(directory: Path, target: LlamaForCausalLM) -> None:
 
 
 def medusa(directory: Path, target: LlamaForCausalLM) -> None:
-    """Writes Medusa heads whose output weights are the target's."""
+    """Writes Medusa heads with the target's output weights."""
     tensors = {}
     for head in range(NUM_DRAFT_TOKENS):
         tensors[f"blocks.{head}.layers.0.weight"] = torch.zeros(HIDDEN, HIDDEN)
@@ -120,9 +108,9 @@ def medusa(directory: Path, target: LlamaForCausalLM) -> None:
 
 
 def mimo(directory: Path) -> None:
-    """Writes a target of the MiMo type, which brings its own layer for the token after the next.
+    """Writes a MiMo target, which includes an MTP layer.
 
-    Layers add little, as in `llama`, and the next hidden state is the token's embedding, blurred.
+    Layers add little, as in `llama`, and the MTP layer predicts the token's embedding with noise.
     """
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -133,43 +121,44 @@ def mimo(directory: Path) -> None:
     model = Qwen2ForCausalLM(config)
     _make_guessable(model)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    own = "model.mtp_layers.0."
+    mtp = "model.mtp_layers.0."
     for name, tensor in list(tensors.items()):
         if name.startswith("model.layers.0."):
-            tensors[name.replace("model.layers.0.", own)] = tensor.clone()
+            tensors[name.replace("model.layers.0.", mtp)] = tensor.clone()
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        tensors[f"{own}{norm}.weight"] = torch.ones(HIDDEN)
-    # To an embedding's size, which is what the copied layer expects.
-    tensors[f"{own}token_layernorm.weight"] *= config.initializer_range
+        tensors[f"{mtp}{norm}.weight"] = torch.ones(HIDDEN)
+    # Scales to an embedding's size, which the copied layer expects.
+    tensors[f"{mtp}token_layernorm.weight"] *= config.initializer_range
     blurred = torch.eye(HIDDEN) + 0.02 * torch.randn(HIDDEN, HIDDEN)
-    tensors[f"{own}input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), blurred], 1)
+    tensors[f"{mtp}input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), blurred], 1)
     _write(directory, tensors, {**config.to_dict(), "architectures": ["MiMoForCausalLM"]})
 
 
 def dflash(directory: Path, target: LlamaForCausalLM, kind: str) -> None:
-    """Writes a draft model of a layer that drafts all tokens at once, and what chooses among them.
+    """Writes a one-layer draft model that drafts all tokens at once, from the target's weights.
 
     Args:
-        directory: where to.
-        target: gives the draft its layer, and its embedding and output weights.
-        kind: "dflash"; "dflash2", which chooses among a few candidates by the token before; or
-            "dspark", which adds to their logits what follows from that token, and knows the first
-            half of the vocabulary alone.
+        kind: "dflash"; "dflash2", which selects among a few candidates by the previous token; or
+            "dspark", which adds logits that depend on the previous token, and whose vocabulary is
+            the first half of the target's.
     """
     first = "model.layers.0."
-    layer = {name: it for name, it in target.state_dict().items() if name.startswith(first)}
-    tensors = {name.removeprefix("model."): it.contiguous() for name, it in layer.items()}
+    tensors = {
+        name.removeprefix("model."): tensor.contiguous()
+        for name, tensor in target.state_dict().items()
+        if name.startswith(first)
+    }
     for norm in ("layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm"):
         tensors[f"{norm}.weight"] = torch.ones(_SHAPE["head_dim"])
     tensors |= {"hidden_norm.weight": torch.ones(HIDDEN), "norm.weight": torch.ones(HIDDEN)}
     tensors["fc.weight"] = torch.eye(HIDDEN)
-    own: dict[str, object] = {"mask_token_id": 4, "target_layer_ids": [0], "causal": True}
+    options: dict[str, object] = {"mask_token_id": 4, "target_layer_ids": [0], "causal": True}
     head = target.lm_head.weight.detach()
     embedding = torch.nn.functional.rms_norm(target.model.embed_tokens.weight.detach(), (HIDDEN,))
-    config = {**_SHAPE, "num_hidden_layers": 1, "model_type": "qwen3", "dflash_config": own}
+    config = {**_SHAPE, "num_hidden_layers": 1, "model_type": "qwen3", "dflash_config": options}
     if kind == "dflash2":
-        own |= {"conv_kernel_size": 2, "conv_group_size": HIDDEN, "selector_top_k": 8}
-        own["selector_rank"] = HIDDEN
+        options |= {"conv_kernel_size": 2, "conv_group_size": HIDDEN, "selector_top_k": 8}
+        options["selector_rank"] = HIDDEN
         for conv in ("attention_conv", "mlp_conv"):
             tensors[f"layers.0.{conv}.base_kernel"] = torch.ones(2, 2, HIDDEN) / 2
             tensors[f"layers.0.{conv}.kernel_projection.weight"] = torch.zeros(4, HIDDEN)
@@ -181,7 +170,7 @@ def dflash(directory: Path, target: LlamaForCausalLM, kind: str) -> None:
         config |= {"markov_rank": HIDDEN, "draft_vocab_size": half}
         tensors["markov_head.markov_w1.weight"] = embedding
         tensors["markov_head.markov_w2.weight"] = head[:half].clone()
-        # That alone.
+        # Only the previous token determines the logits.
         tensors["norm.weight"] = torch.zeros(HIDDEN)
         tensors |= {"lm_head.weight": head[:half].clone(), "d2t": torch.zeros(half).long()}
     kinds = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -189,10 +178,7 @@ def dflash(directory: Path, target: LlamaForCausalLM, kind: str) -> None:
 
 
 def _make_guessable(model: LlamaForCausalLM | Qwen2ForCausalLM, added: float = 0.05) -> None:
-    """Lets the layers add little, so that a hidden state is nearly its token's embedding.
-
-    That is something that a draft without training can guess.
-    """
+    """Scales the layers down, so that an untrained draft can guess hidden states."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(added)
@@ -206,8 +192,16 @@ def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, 
 
 
 _SHAPE = {
-    **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Wide logits give small and large margins.
     "initializer_range": 0.2,
 }

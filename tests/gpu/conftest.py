@@ -1,4 +1,4 @@
-"""What the tests on a GPU share."""
+"""Fixtures of the tests on a GPU."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from vllm_mars.kernels import launch
 
 @pytest.fixture(autouse=True)
 def checked_launches(monkeypatch):
-    """Each launch that is looked up asks Triton, too."""
+    """Checks each cached launch against Triton's choice."""
     monkeypatch.setattr(launch, "CHECKS", True)

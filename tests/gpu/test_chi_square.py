@@ -1,6 +1,6 @@
-"""The tokens that the kernels draw have the distribution that is served, m, and not the target's.
+"""Tokens that the kernels sample follow the served distribution m, and not the target's.
 
-On a GPU 100,000 draws; in the interpreter, at 10 a second, as many as show the difference.
+On a GPU 100,000 samples; the interpreter takes 200, enough to show the difference, at 10 a second.
 """
 
 import numpy as np
@@ -25,15 +25,15 @@ from vllm_mars.kernels.rules import RULES
 pytestmark = [pytest.mark.interpreted] if IS_INTERPRETED else []
 
 VOCAB, LENGTH = 64, 2
-KEPT = torch.tensor([0, 5, 33])
+PRESERVED = torch.tensor([0, 5, 33])
 PRICE = 2.0
-DRAWN_AT = 0.75
+DRAFT_TEMPERATURE = 0.75
 NUM = [pytest.param(200, marks=pytest.mark.nightly)] if IS_INTERPRETED else [100_000]
 BATCH = 20_000
 
 
 def rows():
-    """The target's logits behind each draft token, and the draft's."""
+    """Logits of the target, one row more than those of the draft."""
     rng = np.random.default_rng(0)
     target = rng.normal(0, 1.5, (LENGTH + 1, VOCAB))
     draft = target[:LENGTH] + rng.normal(0, 1, (LENGTH, VOCAB))
@@ -41,29 +41,33 @@ def rows():
     return torch.from_numpy(target).float(), torch.from_numpy(draft).float()
 
 
-def drawn(num, is_probabilistic):
-    """The first token of each request: all have the same rows, and seeds of their own.
+def first_tokens(num, is_probabilistic):
+    """Samples the first token of requests with equal rows and different seeds.
 
     Returns:
-        How often each token came, and what its share should be.
+        Counts of the tokens, m, and p.
     """
     target, draft = rows()
-    q = (draft / DRAWN_AT).softmax(-1)
+    q = (draft / DRAFT_TEMPERATURE).softmax(-1)
     fixed = target[:LENGTH].topk(3).indices[:, 2]
-    kept = frozenset(KEPT.tolist())
-    assert not kept & {*fixed.tolist()}
+    preserved = frozenset(PRESERVED.tolist())
+    assert not preserved & {*fixed.tolist()}
     if is_probabilistic:
-        m = clip_cases.clip_rows(target[:1], q[:1], [PRICE], KEPT).m[0]
+        m = clip_cases.clip_rows(target[:1], q[:1], [PRICE], PRESERVED).m[0]
     else:
-        own = target[:LENGTH].tolist(), fixed.tolist()
-        bias = oracle.tilts(*own, PRICE, [False] * LENGTH, LENGTH, [kept] * LENGTH)[0]
-        m = torch.tensor(oracle.served(target[0].tolist(), int(fixed[0]), bias, kept))
+        bias = oracle.tilts(
+            target[:LENGTH].tolist(),
+            fixed.tolist(),
+            PRICE,
+            [False] * LENGTH,
+            LENGTH,
+            [preserved] * LENGTH,
+        )[0]
+        m = torch.tensor(oracle.served(target[0].tolist(), int(fixed[0]), bias, preserved))
     mask = torch.zeros(VOCAB, dtype=torch.bool)
-    mask[KEPT] = True
-    engine_params, rng = (
-        EngineParams(RULES["price"], Protected.of(mask, DEVICE)),
-        np.random.default_rng(1),
-    )
+    mask[PRESERVED] = True
+    engine_params = EngineParams(RULES["price"], Protected.of(mask, DEVICE))
+    rng = np.random.default_rng(1)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     for begin in range(0, num, BATCH):
         size = min(BATCH, num - begin)
@@ -92,15 +96,14 @@ def drawn(num, is_probabilistic):
         if is_probabilistic:
             sampling = sampling._replace(
                 draft_logits=draft.to(DEVICE).repeat(size, 1, 1),
-                draft_temperature=torch.full((size,), DRAWN_AT, device=DEVICE),
+                draft_temperature=torch.full((size,), DRAFT_TEMPERATURE, device=DEVICE),
             )
-        places = torch.arange(LENGTH + 1, device=DEVICE, dtype=torch.int32).repeat(size)
-        expanded_idx_mapping = slots.repeat_interleave(LENGTH + 1)
-        sampling_inputs = SamplingInputs(sampling, places.long() + 5, expanded_idx_mapping, places)
-        tokens = fused.verify(step, engine_params, None, None, sampling_inputs).output_token_ids[
-            :, 0
-        ]
-        counts += torch.bincount(tokens.cpu(), minlength=VOCAB)
+        positions = torch.arange(LENGTH + 1, device=DEVICE, dtype=torch.int32).repeat(size)
+        sampling_inputs = SamplingInputs(
+            sampling, positions.long() + 5, slots.repeat_interleave(LENGTH + 1), positions
+        )
+        output = fused.verify(step, engine_params, None, None, sampling_inputs)
+        counts += torch.bincount(output.output_token_ids[:, 0].cpu(), minlength=VOCAB)
     return counts, m, target[0].softmax(-1)
 
 
@@ -121,9 +124,9 @@ def deviation(counts, shares):
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)")
 @pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("num", NUM)
-def test_tokens_have_the_shares_that_are_served(num, is_probabilistic):
-    counts, m, p = drawn(num, is_probabilistic)
+def test_sampled_tokens_follow_the_served_distribution(num, is_probabilistic):
+    counts, m, p = first_tokens(num, is_probabilistic)
     of_served, of_strict = deviation(counts, m), deviation(counts, p)
     print(f"{num} draws: {of_served:.2f} standard deviations from m, {of_strict:.2f} from p")
-    # By chance once in 30,000 runs.
+    # A false alarm happens once in 30,000 runs.
     assert of_served < 4 < of_strict

@@ -1,7 +1,6 @@
-"""Lossy sampled steps: the tokens are those that the interpreter drew from the same seeds.
+"""Tokens of lossy sampled steps equal the golden tokens of the interpreter.
 
-On a GPU, or else in the interpreter, which must still draw what it wrote; on a CPU what is written
-is replayed.
+Runs on a GPU, or else in the interpreter. The CPU reference replays the golden tokens.
 """
 
 import json
@@ -35,64 +34,64 @@ def written(kind, most=ALL):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] if IS_INTERPRETED else [[*KINDS]])
 @pytest.mark.parametrize("most", MOST)
-def test_tokens_are_those_that_were_written(most, kinds):
-    """By rounding at most 1 in 1,000 may differ; those behind it in its step follow from it."""
-    count, other = 0, []
+def test_tokens_equal_the_golden_tokens(most, kinds):
+    """On a GPU rounding may change the tokens of one request per 1,000 tokens."""
+    count, differing = 0, []
     for kind in kinds:
         for number, (call, step, expected) in enumerate(written(kind, most)):
-            found = tokens_of(call, step)
+            emitted = tokens_of(call, step)
             count += sum(map(len, expected))
-            other += [
-                (kind, number, place)
-                for place, (one, own) in enumerate(zip(found, expected, strict=True))
-                if one != own
+            differing += [
+                (kind, number, request)
+                for request, (tokens, golden) in enumerate(zip(emitted, expected, strict=True))
+                if tokens != golden
             ]
-    print(f"{len(other)} of {count} tokens differ: {other}")
-    assert len(other) <= (0 if IS_INTERPRETED else count / 1000), other
+    print(f"{len(differing)} requests differ over {count} tokens: {differing}")
+    assert len(differing) <= (0 if IS_INTERPRETED else count / 1000), differing
 
 
 class Possible(Replay):
-    """Decides as it was decided, if that is possible."""
+    """Replays decisions, which must have a positive probability."""
 
     def accepts(self, position: int, probability: float) -> bool:
         is_accepted = super().accepts(position, probability)
         assert probability > 0 or not is_accepted
         return is_accepted
 
-    def sample_token(self, place: int, weights: torch.Tensor) -> int:
-        token = super().sample_token(place, weights)
+    def sample_token(self, request: int, weights: torch.Tensor) -> int:
+        token = super().sample_token(request, weights)
         assert weights[token] > 0
         return token
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cpu_may_emit_what_was_written(kind):
-    """What is greedy it decides itself."""
+def test_the_cpu_reference_can_emit_the_golden_tokens(kind):
+    """It computes greedy tokens itself."""
     for call, (q, step, *_), expected in written(kind):
         width = step.num_speculative_tokens + 1
-        tokens = torch.tensor([[*own, *[-1] * (width - len(own))] for own in expected])
+        tokens = torch.tensor([[*golden, *[-1] * (width - len(golden))] for golden in expected])
         sampling_inputs = Possible(call, tokens, q)
         bonus = torch.tensor(sampling_inputs.next_ids)
-        found = reference.verify(
+        output = reference.verify(
             step, call.engine_params, call.constraints, None, sampling_inputs, bonus
         )
-        assert torch.equal(found.output_token_ids.long(), tokens)
+        assert torch.equal(output.output_token_ids.long(), tokens)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][2] == SMALL])
-def test_the_steps_hold_what_they_are_to_check(kind):
-    seen = dict.fromkeys(("kept", "strict", "struck", "mixed K", "mixed temperatures"), 0)
+def test_the_golden_steps_cover_every_feature(kind):
+    seen = dict.fromkeys(("preserved", "strict", "rejected", "mixed K", "mixed temperatures"), 0)
     for call, _, tokens in written(kind):
         samples = call.temperature > 0
         protected = call.engine_params.protected
-        for slot, own in zip(call.slots.tolist(), tokens, strict=True):
+        for slot, emitted in zip(call.slots.tolist(), tokens, strict=True):
             ends = {*call.records.stop_ids[slot].tolist()}
-            seen["kept"] += any(
+            seen["preserved"] += any(
                 token in ends or (protected is not None and bool(protected.mask[token]))
-                for token in own
+                for token in emitted
             )
         seen["strict"] += call.constraints is not None and any(call.constraints.blocked)
-        seen["struck"] += bool((call.ids == GRAMMAR_REJECTED).any())
+        seen["rejected"] += bool((call.ids == GRAMMAR_REJECTED).any())
         seen["mixed K"] += len({*call.lengths}) > 1
         seen["mixed temperatures"] += bool(samples.any() and not samples.all())
     assert all(seen.values()), seen

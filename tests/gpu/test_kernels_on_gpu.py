@@ -1,4 +1,4 @@
-"""The kernels on a real GPU: equal to the definition, without a sync, inside a CUDA graph."""
+"""The kernels on a GPU: they equal the reference, never sync, and run in a CUDA graph."""
 
 import math
 
@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
 
 DEVICE = torch.device("cuda")
-# Each vocabulary is a variant of its own, which takes seconds to compile.
+# Each vocabulary is a variant, which takes seconds to compile.
 SHAPES = [
     (111, torch.float32),
     (32_000, torch.bfloat16),
@@ -69,46 +69,41 @@ def test_greedy_steps_equal_those_of_a_cpu(rule, vocab, dtype):
             name: value.cpu() if isinstance(value, torch.Tensor) else value
             for name, value in call.items()
         }
-        found, wanted = (verify_greedy(**of) for of in (call, on_host))
-        for one, other in zip(found, wanted, strict=True):
+        for one, other in zip(verify_greedy(**call), verify_greedy(**on_host), strict=True):
             assert torch.equal(one.cpu(), other.cpu()), seed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["theta", "price", "drawn"])
+@pytest.mark.parametrize("name", ["theta", "price", "probabilistic"])
 def test_sampled_steps_equal_those_of_a_cpu(monkeypatch, name, dtype):
-    """Whatever is drawn, it is written down as a CPU writes it down; and nothing waits."""
+    """The CPU counts the same for the sampled tokens, and the step never syncs."""
     monkeypatch.setattr(clip_kernel, "TOLERANCE", TOLERANCE)
     rule, accepted = "theta" if name == "theta" else "price", 0
     for number in range(10):
         call = Call(number, rule, True, 49_152, dtype)
-        q, given, constraints, sampling_inputs = sampled_step(call, name == "drawn")
-        drawn, engine_params, constraints = (
-            to(DEVICE, value) for value in (sampling_inputs, call.engine_params, constraints)
-        )
-        # The first one compiles.
+        q, inputs, *others = sampled_step(call, name == "probabilistic")
+        constraints, sampling_inputs = to(DEVICE, others[0]), to(DEVICE, others[1])
+        engine_params = to(DEVICE, call.engine_params)
+        # The first run compiles.
         for mode in ("default", "error"):
-            found, step = to(DEVICE, call.step_counters()), to(DEVICE, given)
+            counters, step = to(DEVICE, call.step_counters()), to(DEVICE, inputs)
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                output = fused.verify(step, engine_params, constraints, found, drawn)
+                output = fused.verify(step, engine_params, constraints, counters, sampling_inputs)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(step.logits.cpu().nan_to_num(), given.logits.nan_to_num())
+        assert torch.equal(step.logits.cpu().nan_to_num(), inputs.logits.nan_to_num())
         accepted += int(output.num_accepted.sum())
-        wanted, lost = recorded(call, q, output.output_token_ids.cpu())
-        # Counted in units that float32 rounds.
-        close(to("cpu", found), wanted, 100 * LONGEST, 1e-3)
+        expected_counters, lost = recorded(call, q, output.output_token_ids.cpu())
+        close(to("cpu", counters), expected_counters, 100 * LONGEST, 1e-3)
         assert (step.records.lost.cpu() - lost).abs().max() <= 20 * LONGEST
     assert accepted > 0
 
 
 @pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_whole_step_of_v2_is_vllms_at_price_0_and_waits_for_nothing(
-    temperature, is_probabilistic
-):
-    """Probabilistic drafts as its `block` has them, all else as its `standard`."""
+def test_a_v2_step_equals_vllms_at_price_0_and_never_syncs(temperature, is_probabilistic):
+    """vLLM verifies probabilistic drafts with `block`, and others with `standard`."""
     step = step_of(Shape(temperature, is_probabilistic, 5, 4, 49_152), DEVICE)
     strict = tokens_of(step.verification(MarsConfig(price=0.0)))
     if is_repeated(step):
@@ -122,7 +117,7 @@ def test_a_whole_step_of_v2_is_vllms_at_price_0_and_waits_for_nothing(
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_nothing_waits_and_a_graph_replays():
+def test_greedy_verification_never_syncs_and_replays_in_a_graph():
     call = {**batch(32_000, torch.bfloat16), "price": torch.full((len(LENGTHS),), 0.7).cuda()}
     expected = verify_greedy(**call)
     torch.cuda.set_sync_debug_mode("error")
@@ -132,15 +127,15 @@ def test_nothing_waits_and_a_graph_replays():
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = verify_greedy(**call)
+        output = verify_greedy(**call)
     graph.replay()
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, output, expected))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("length", [10, 3_000, 9_000])
-def test_what_looks_at_tokens_equals_its_definitions(length, temperature):
-    """The ring is filled, then overrun, and all of it is walked through."""
+def test_the_constraints_kernel_equals_the_reference(length, temperature):
+    """With the ring buffer partly filled, full and overwritten."""
     rng = np.random.default_rng(length)
     answer, draft = rng.integers(0, 30, length).tolist(), rng.integers(0, 30, 16).tolist()
     thinking = {"thinking_start": 6, "thinking_end": 5}

@@ -10,8 +10,8 @@ from vllm_mars.hooks.pickled import PickledConfig
 from vllm_mars.report.carrier import FIELD
 
 
-def test_reports_come_beside_a_plugin_that_hides_parameters():
-    """Its wrapper of a stream is no generator function either."""
+def test_reports_are_added_if_another_plugin_has_wrapped_the_stream():
+    """Such a wrapper hides the parameters and is not a generator function."""
 
     class Serving:
         engine_client = SimpleNamespace(
@@ -42,10 +42,10 @@ def test_reports_come_beside_a_plugin_that_hides_parameters():
         answer = Serving().chat_completion_stream_generator(*args, **kwargs)
         return [chunk async for chunk in answer]
 
-    asked = SimpleNamespace(vllm_xargs={"mars_return": True})
+    request = SimpleNamespace(vllm_xargs={"mars_return": True})
     for (chunk,) in (
-        asyncio.run(chunks(asked, results(), "a")),
-        asyncio.run(chunks(asked, result_generator=results(), request_id="a")),
+        asyncio.run(chunks(request, results(), "a")),
+        asyncio.run(chunks(request, result_generator=results(), request_id="a")),
     ):
-        told = json.loads(chunk.removeprefix("data: "))
-        assert (told["id"], told["metrics"]) == ("a", {"mars": [{"theta": 0.9}]})
+        event = json.loads(chunk.removeprefix("data: "))
+        assert (event["id"], event["metrics"]) == ("a", {"mars": [{"theta": 0.9}]})

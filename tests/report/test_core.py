@@ -1,4 +1,4 @@
-"""What the engine core passes on, and what the server makes of it."""
+"""Reports on their way from the engine core to the server's answers and metrics."""
 
 import inspect
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ declare_fields(stats)
 
 
 class Scheduler:
-    """What the hook touches of vLLM's; a further input goes to the request of its id."""
+    """The part of vLLM's scheduler that the hook uses; a streamed input joins its request."""
 
     def __init__(self):
         self.requests, self.left, self.log_stats = {}, 0, True
@@ -51,7 +51,7 @@ class Scheduler:
 
 
 def stepped(scheduler, report=None, produced=0):
-    """What a scheduled step sends to the server, behind vLLM's own wire."""
+    """Runs a step and returns its outputs as decoded by the server."""
     scheduler.schedule()
     output = SimpleNamespace(produced=produced)
     if report is not None:
@@ -62,22 +62,22 @@ def stepped(scheduler, report=None, produced=0):
 
 
 class State:
-    """A request in the front end: as vLLM's, it takes in the metrics before the tokens."""
+    """A request in the front end; like vLLM's, it receives the metrics before the tokens."""
 
     def __init__(self, scheduler):
         self.scheduler, self.tokens = scheduler, []
         self.spec_decode_metrics = None
         self.detokenizer = SimpleNamespace(num_output_tokens=lambda: len(self.tokens))
 
-    def step(self, produced, rows, kept=None):
+    def step(self, produced, rows, num_appended=None):
         outputs = stepped(self.scheduler, StepReport(rows=rows), produced).outputs
         for output in outputs:
             if output.spec_decode_metrics is not None:
                 self.spec_decode_metrics = output.spec_decode_metrics
-            self.tokens += output.new_token_ids[:kept]
+            self.tokens += output.new_token_ids[:num_appended]
         return outputs
 
-    def told(self):
+    def report(self):
         return found_on(self.spec_decode_metrics)
 
 
@@ -85,31 +85,30 @@ collect_rows(State)
 
 
 def row(*values):
-    """What a step's table holds of each of a request's tokens."""
+    """The step's table for request "a": the loss of each token."""
     return {"a": [(value, 0.0) for value in values]}
 
 
-def request(**own):
-    params = {"temperature": 0.0, "extra_args": own}
-    params |= {"structured_outputs": None, "stop_token_ids": None}
-    return SimpleNamespace(
-        request_id="a", sampling_params=SimpleNamespace(**params), spec_decode_metrics=None
+def request(**extra_args):
+    params = SimpleNamespace(
+        temperature=0.0, extra_args=extra_args, structured_outputs=None, stop_token_ids=None
     )
+    return SimpleNamespace(request_id="a", sampling_params=params, spec_decode_metrics=None)
 
 
-def answering(**own):
+def started(**extra_args):
     scheduler = Scheduler()
-    scheduler.add_request(request(**own))
+    scheduler.add_request(request(**extra_args))
     return State(scheduler)
 
 
-def test_what_a_stop_cuts_off_is_left_out():
-    state = answering(mars_return=True)
+def test_tokens_after_a_stop_are_not_reported():
+    state = started(mars_return=True)
     state.step(3, row(0.5, NAN, 0.25, NAN))
     state.step(1, row(1.0, 1.0, NAN, NAN))
-    # A stop string is found in the front end, where a later token is cut off.
-    state.step(3, row(NAN, 2.0, 2.0, NAN), kept=2)
-    assert state.told() == {
+    # The front end cuts off the last token at a stop string.
+    state.step(3, row(NAN, 2.0, 2.0, NAN), num_appended=2)
+    assert state.report() == {
         "theta": 0.9,
         "num_relaxed_tokens": 4,
         "relaxed_positions": [0, 2, 3, 5],
@@ -117,8 +116,8 @@ def test_what_a_stop_cuts_off_is_left_out():
     }
 
 
-def test_a_step_sends_what_it_added():
-    state = answering(mars_return=True)
+def test_a_step_sends_only_its_new_rows():
+    state = started(mars_return=True)
     state.scheduler.requests["a"].spec_decode_metrics.per_step_accepted = [1] * 1000
     for _ in range(3):
         (output,) = state.step(2, row(NAN, 1.0, NAN, NAN))
@@ -126,24 +125,24 @@ def test_a_step_sends_what_it_added():
         assert sent.per_step_accepted == [] and len(sent.mars["row"]) == 2
 
 
-def test_a_further_input_may_ask_first():
-    state = answering()
+def test_a_later_input_of_a_request_may_ask_for_the_report():
+    state = started()
     state.step(2, {})
     assert state.spec_decode_metrics is None
     state.scheduler.add_request(request(mars_return=True))
     state.step(2, row(NAN, 1.0, NAN, NAN))
-    assert state.told()["relaxed_positions"] == [3]
+    assert state.report()["relaxed_positions"] == [3]
 
 
 def test_an_aborted_request_is_forgotten():
-    """And its id may come again, from a client that does not ask."""
-    state = answering(mars_return=True)
-    for own in ({}, {"mars_return": True}, {}):
+    """Another request may use its id and not ask for the report."""
+    state = started(mars_return=True)
+    for extra_args in ({}, {"mars_return": True}, {}):
         del state.scheduler.requests["a"]
-        state.scheduler.add_request(request(**own))
+        state.scheduler.add_request(request(**extra_args))
         (output,) = state.step(1, {})
-        assert (output.spec_decode_metrics is None) == (not own)
-        assert bool(state.scheduler.asking) == bool(own)
+        assert (output.spec_decode_metrics is None) == (not extra_args)
+        assert bool(state.scheduler.asking) == bool(extra_args)
     del state.scheduler.requests["a"]
     state.step(1, {})
     assert not state.scheduler.asking
@@ -167,11 +166,11 @@ def test_the_scheduler_passes_the_counts_on():
 
 
 def test_an_llm_reads_until_its_engine_is_idle():
-    """Of steps that are scheduled ahead, and of one that tells the workers of an end."""
+    """Including steps scheduled ahead, and the step that ends a request in the workers."""
     scheduler, ahead = Scheduler(), []
 
     def get_output():
-        # As a step with a queue of two batches: nothing comes back as long as that is not full.
+        # A step with a queue of two batches returns nothing until the queue is full.
         while len(ahead) < 2 and scheduler.left:
             scheduler.left -= 1
             scheduler.schedule()
@@ -194,7 +193,7 @@ def test_an_llm_reads_until_its_engine_is_idle():
             assert engine.has_unfinished_requests()
             client.get_output()
         assert not engine.has_unfinished_requests()
-    # Without statistics nothing is promised.
+    # Without statistics there is nothing to read.
     scheduler.log_stats, scheduler.left = False, 2
     client.get_output()
     assert not engine.has_unfinished_requests()

@@ -1,4 +1,4 @@
-"""That no count is lost or taken twice."""
+"""No count is lost or taken twice."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
 
-def test_taken_on_a_cpu_at_once_but_no_more_than_once_an_interval():
+def test_counts_on_a_cpu_are_taken_at_most_once_per_interval():
     clock = Clock()
     counters = Counters(1, CPU, interval=1.0, clock=clock)
     taken = []
@@ -38,7 +38,7 @@ def test_taken_on_a_cpu_at_once_but_no_more_than_once_an_interval():
     assert taken == [1, None, 2, None, 2]
 
 
-def test_requests_that_ended_are_counted_by_what_they_lost():
+def test_ended_requests_are_counted_by_loss():
     counters = Counters(1, CPU)
     counters.add_ended(torch.tensor([0, 4096, 4097, 40 << 16, 4097]))
     counts = counters.device_counts.tolist()
@@ -48,10 +48,7 @@ def test_requests_that_ended_are_counted_by_what_they_lost():
 
 
 class Accelerator:
-    """Stands in for an accelerator's event and the host's memory: copies are done when it is told.
-
-    Or when they are waited for.
-    """
+    """An accelerator's event and the host's buffer; a copy ends in `run` or `synchronize`."""
 
     def __init__(self, size):
         self.counts = torch.zeros(size, dtype=torch.int64)
@@ -83,7 +80,7 @@ class Accelerator:
 
 @pytest.fixture
 def accelerated(monkeypatch):
-    """Counters whose copies wait in an `Accelerator`, that, and their clock."""
+    """Counters that copy through an `Accelerator`, the accelerator, and the clock."""
     clock = Clock()
     counters = Counters(1, CPU, INTERVAL, clock)
     device = Accelerator(counters.layout.size)
@@ -104,11 +101,11 @@ def test_no_count_is_lost_or_doubled(accelerated):
         if generator.random() < 0.3:
             device.run()
         flush = generator.random() < 0.05
-        increase = counters.take_delta(flush)
-        if increase is not None:
-            assert min(increase) >= 0
-            taken += increase
-        # Behind a copy that is under way, too.
+        delta = counters.take_delta(flush)
+        if delta is not None:
+            assert min(delta) >= 0
+            taken += delta
+        # A flush also waits for a copy in flight.
         assert not flush or taken.tolist() == counters.device_counts.tolist()
     taken += counters.take_delta(flush=True) or 0
     assert taken.tolist() == counters.device_counts.tolist()

@@ -1,4 +1,4 @@
-"""An engine that goes idle sends what it has counted, however long copies are apart."""
+"""An engine that goes idle sends all counts, however long the interval between copies."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ PROMPTS = [[5, 6, 7] * 4, [9, 8] * 6, [30, 31, 32] * 3]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A target and the options that it is served with."""
+    """A target and its speculative config."""
     directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     tiny_models.first_layer(draft, tiny_models.llama(draft))
     tiny_models.llama(directory)
@@ -34,14 +34,15 @@ VERIFIED, ENDED = f"{counts.VERIFIED}_total", f"{counts.REQUEST_LOST}_count"
 
 
 def counted():
-    """Counters of this process, the sum over their labels."""
-    families = REGISTRY.collect()
-    samples = [it for family in families for it in family.samples if "mars" in it.name]
-    return {name: sum(it.value for it in samples if it.name == name) for name in (VERIFIED, ENDED)}
+    """Counters of this process, summed over their labels."""
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return {
+        name: sum(sample.value for sample in samples if sample.name == name)
+        for name in (VERIFIED, ENDED)
+    }
 
 
-def test_of_an_engine_in_this_process(model, monkeypatch):
-    """Nothing is left for the next request to bring."""
+def test_an_idle_engine_in_this_process_has_sent_all_counts(model, monkeypatch):
     from vllm_mars.worker import sampler_v1
 
     hourly = functools.partial(sampler_v1.Counters, interval=3600.0)
@@ -49,25 +50,28 @@ def test_of_an_engine_in_this_process(model, monkeypatch):
     with engine_in_process(*model) as llm:
         # The first copy is due at once.
         greedy_tokens(llm, PROMPTS[:1], max_tokens=4)
-        for asked in (1, 3, 2):
+        for num_requests in (1, 3, 2):
             before = counted()
-            greedy_tokens(llm, PROMPTS[:asked], max_tokens=20)
+            greedy_tokens(llm, PROMPTS[:num_requests], max_tokens=20)
             after = counted()
-            assert after[ENDED] - before[ENDED] == asked
+            assert after[ENDED] - before[ENDED] == num_requests
             assert after[VERIFIED] > before[VERIFIED]
             assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_of_a_server(model, tmp_path):
+def test_an_idle_server_has_sent_all_counts(model, tmp_path):
     import openai
 
     with VllmServer(
         model[0],
         [
-            *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128"),
-            *("--max-num-seqs", "4", "--served-model-name", "model"),
-            *("--worker-extension-cls", "slow_counts.Engine"),
-            *("--speculative-config", json.dumps(model[1])),
+            "--enforce-eager",
+            "--dtype=float32",
+            "--max-model-len=128",
+            "--max-num-seqs=4",
+            "--served-model-name=model",
+            "--worker-extension-cls=slow_counts.Engine",
+            f"--speculative-config={json.dumps(model[1])}",
         ],
         log_path=tmp_path / "server.log",
         env={"PYTHONPATH": str(Path(__file__).parents[1])},

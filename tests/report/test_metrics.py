@@ -1,4 +1,4 @@
-"""Counts in vLLM's loggers: /metrics, the log line, the dashboard."""
+"""The counters in vLLM's loggers: /metrics, the log line, the dashboard."""
 
 import json
 import re
@@ -40,14 +40,13 @@ NAMES |= {metrics.ALLOWED, metrics.INFO, f"{REQUEST_LOST}_bucket"}
 BOUND = MarsConfig(max_loss=0.02)
 
 
-def test_all_series_are_there_before_anything_is_counted():
+def test_all_series_exist_before_the_first_count():
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, BOUND)
     samples = exported()
     assert samples.pop((metrics.ALLOWED, "0")) == 0.02
-    # By the names of the labels: engine, limit, lossy, rule, value, version.
-    assert (
-        samples.pop((metrics.INFO, "0", "0.02", "true", "mars_max_loss", "0.02", __version__)) == 1
-    )
+    # Values of the labels engine, limit, lossy, rule, value and version.
+    info = (metrics.INFO, "0", "0.02", "true", "mars_max_loss", "0.02", __version__)
+    assert samples.pop(info) == 1
     entries = [
         entry
         for name, counter in COUNTERS.items()
@@ -58,11 +57,10 @@ def test_all_series_are_there_before_anything_is_counted():
     assert not any(samples.values())
 
 
-def test_a_server_that_is_lossy_for_who_asks():
+def test_an_opt_in_server_exports_its_limit():
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(max_loss=0, limit=0.02))
     samples = exported()
     assert samples[metrics.INFO, "0", "0.02", "false", "mars_max_loss", "0", __version__] == 1
-    # What an answer there may lose.
     assert samples[metrics.ALLOWED, "0"] == 0.02
 
 
@@ -81,7 +79,7 @@ prom.observe(counts, 1)
 
 
 def test_api_servers_in_several_processes_add_up(tmp_path, monkeypatch):
-    """prometheus_client's multiprocess mode, which vLLM takes with several API servers."""
+    """vLLM uses prometheus_client's multiprocess mode with several API servers."""
     from prometheus_client import multiprocess
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
@@ -127,7 +125,7 @@ def test_a_server_that_gains_nothing_warns_once():
     for counts in (counts_of(**verified), counts_of(**verified), many, many):
         logging.observe(counts, 600)
         logging.log(log)
-    assert log.warnings == [], "strict requests are no evidence"
+    assert log.warnings == [], "positions of strict requests do not count"
     logging.observe(counts_of(verified=[2], relaxable=[2]), 1)
     logging.log(log, "Engine 000: ")
     assert log.warnings == [
@@ -141,7 +139,7 @@ def test_a_server_that_gains_nothing_warns_once():
     assert len(log.warnings) == 1
 
 
-def test_other_layouts_are_noticed():
+def test_another_layout_is_an_error():
     with pytest.raises(RuntimeError, match="install the same version of vllm-mars on every"):
         metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS)
 
@@ -195,7 +193,7 @@ def test_vllms_stat_loggers_export_and_log(manager, monkeypatch, aggregate):
     assert f"Relaxed outright: {9 if aggregate else 6} tokens" in log.lines[-1]
 
 
-def test_a_server_without_mars_has_no_other_metrics(manager, monkeypatch):
+def test_a_server_without_mars_exports_only_vllms_metrics(manager, monkeypatch):
     from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 
     loggers = manager(NGRAM)
@@ -207,7 +205,7 @@ def test_a_server_without_mars_has_no_other_metrics(manager, monkeypatch):
     assert LoggingStatLogger.record.__module__ == PrometheusStatLogger.record.__module__
 
 
-# What vLLM exports and the dashboard takes as well.
+# vLLM's metrics on the dashboard.
 OF_VLLM = {
     "vllm:generation_tokens_total",
     "vllm:request_generation_tokens_count",
@@ -219,26 +217,26 @@ OF_VLLM = {
 
 
 def names_in(expression):
-    """By vLLM's own names, of which Ray Serve has others."""
+    """Metrics in an expression, by vLLM's names; Ray Serve renames them."""
     return {f"vllm:{name}" for name in re.findall(r"vllm[:.]([a-z0-9]\w+)", expression)}
 
 
-def test_the_dashboard_and_the_page_ask_for_what_is_exported():
+def test_the_dashboard_and_the_page_query_exported_metrics():
     metrics.MarsProm(CounterLayout(3), {0: ["m", "0"]}, BOUND)
     ours = {name for name, *_ in exported()}
-    asked = set().union(*map(names_in, dashboard_queries()))
-    told = names_in((DOCS / "operating.md").read_text())
-    assert asked | told <= ours | OF_VLLM | {metrics.OVERRIDE, REQUEST_LOST}
-    assert {name.removesuffix("_total") for name in asked} >= NAMES
-    assert {name.removesuffix("_total") for name in told} >= NAMES
+    on_dashboard = set().union(*map(names_in, dashboard_queries()))
+    on_page = names_in((DOCS / "operating.md").read_text())
+    assert on_dashboard | on_page <= ours | OF_VLLM | {metrics.OVERRIDE, REQUEST_LOST}
+    assert {name.removesuffix("_total") for name in on_dashboard} >= NAMES
+    assert {name.removesuffix("_total") for name in on_page} >= NAMES
 
 
 def test_promtool_parses_the_queries(tmp_path):
-    """Of the dashboard and of the page, as the recording rules that they could be."""
+    """promtool checks the queries of the dashboard and the page as recording rules."""
     queries = [*dashboard_queries(), *page_queries()]
     rules = [{"record": f"q{i}", "expr": in_promql(query)} for i, query in enumerate(queries)]
     file = tmp_path / "rules.yml"
-    # JSON is YAML, too.
+    # JSON is valid YAML.
     file.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
     check = subprocess.run(
         [of_prometheus("promtool"), "check", "rules", file], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Counts of a real server: /metrics and the log beside vLLM's own counters."""
+"""Counts of a real server: /metrics, the log, and vLLM's counters agree."""
 
 import re
 import time
@@ -21,8 +21,8 @@ PROMPTS = [
 ]
 
 
-def ask_all(server, theta=None, max_tokens=20):
-    """Answers all prompts at once and returns by how much the metrics rose."""
+def answer_all(server, theta=None, max_tokens=20):
+    """Answers all prompts concurrently; returns the increase of each metric."""
     before = server.metrics()
     extra = {"vllm_xargs": {"mars_theta": theta}} if theta else {}
     with (
@@ -40,7 +40,7 @@ def ask_all(server, theta=None, max_tokens=20):
             )
 
         list(pool.map(ask, PROMPTS))
-    # The step that ends the last request comes after its answer.
+    # The step that ends the last request follows its answer.
     for _ in range(20):
         time.sleep(0.5)
         after = server.metrics()
@@ -57,24 +57,24 @@ DRAFTS = "vllm:spec_decode_num_drafts_total"
 
 
 def check_increase(rise, is_strict=False):
-    """Whether the counts of this project and of vLLM tell the same story."""
+    """Checks our counts against vLLM's; returns the number of relaxed tokens."""
 
-    def of_positions(name):
+    def by_position(name):
         return [rise[f'{name}_total{{position="{position}"}}'] for position in range(4)]
 
-    verified, relaxed = of_positions(VERIFIED), of_positions(RELAXED)
-    accepted = of_positions("vllm:spec_decode_num_accepted_tokens_per_pos")
+    verified, relaxed = by_position(VERIFIED), by_position(RELAXED)
+    accepted = by_position("vllm:spec_decode_num_accepted_tokens_per_pos")
     assert verified[0] == rise[DRAFTS] > 0
     assert rise[f"{RELAXABLE}_total"] == (0 if is_strict else sum(verified))
-    # Every accepted draft token but a request's last has the next position verified.
+    # The position after an accepted draft token is verified, except at an answer's end.
     assert all(after <= before for before, after in zip(accepted, verified[1:], strict=False))
     assert all(a <= v for a, v in zip(accepted, verified, strict=True))
     # vLLM also counts tokens after an answer's end.
-    belonging = of_positions(ACCEPTED)
-    assert all(ours <= vllms for ours, vllms in zip(belonging, accepted, strict=True))
-    assert sum(belonging) <= rise["vllm:generation_tokens_total"]
-    assert all(r <= a for r, a in zip(relaxed, belonging, strict=True))
-    # All of these requests are greedy.
+    in_answers = by_position(ACCEPTED)
+    assert all(ours <= vllms for ours, vllms in zip(in_answers, accepted, strict=True))
+    assert sum(in_answers) <= rise["vllm:generation_tokens_total"]
+    assert all(r <= a for r, a in zip(relaxed, in_answers, strict=True))
+    # A greedy request gains each relaxed token.
     assert rise[f"{GAINED}_total"] == sum(relaxed)
     assert (rise[f"{LOST}_total"] > 0) == any(relaxed)
     assert rise[ENDED] == len(PROMPTS)
@@ -83,7 +83,7 @@ def check_increase(rise, is_strict=False):
     return sum(relaxed)
 
 
-def test_a_real_server_counts_exports_and_logs(lossy_server):
+def test_metrics_and_log_of_a_server_agree(lossy_server):
     def logged():
         text = lossy_server.log_path.read_text()
         lines = re.findall(r"Engine 000: MARS metrics: .*, Relaxed outright: (\d+) tokens", text)
@@ -93,22 +93,22 @@ def test_a_real_server_counts_exports_and_logs(lossy_server):
         names = lossy_server.metrics().items()
         return sum(value for name, value in names if name.startswith(f"{RELAXED}_total"))
 
-    assert check_increase(ask_all(lossy_server)) > 0
-    # Most of what is drafted and accepted here lies behind the answers' end.
-    rise = ask_all(lossy_server, max_tokens=3)
+    assert check_increase(answer_all(lossy_server)) > 0
+    # Most of these accepted tokens are past the answers' end.
+    rise = answer_all(lossy_server, max_tokens=3)
     verified = sum(rise[f'{VERIFIED}_total{{position="{i}"}}'] for i in range(4))
     assert rise[f"{RELAXABLE}_total"] == verified > 0
     accepted = sum(rise[f'{ACCEPTED}_total{{position="{i}"}}'] for i in range(4))
     assert 0 < accepted <= rise["vllm:generation_tokens_total"]
     assert accepted < rise["vllm:spec_decode_num_accepted_tokens_total"]
-    assert check_increase(ask_all(lossy_server, theta=1), is_strict=True) == 0
-    # A line each second.
-    wait_until(lambda: logged() == total(), 10, "the log tells what /metrics tells")
+    assert check_increase(answer_all(lossy_server, theta=1), is_strict=True) == 0
+    # The server logs once a second.
+    wait_until(lambda: logged() == total(), 10, "the log agrees with /metrics")
 
 
-def test_the_doctor_sees_it_gain(lossy_server, capsys):
+def test_the_doctor_reports_the_gain(lossy_server, capsys):
     assert main(["doctor", lossy_server.base_url]) == 0
-    found = " ".join(capsys.readouterr().out.split())
-    assert "in force: theta 0.3, lossy" in found
-    assert re.search(r"gained [1-9][\d.]* draft tokens at [1-9]\d* verified positions", found)
-    assert found.endswith("all is well")
+    output = " ".join(capsys.readouterr().out.split())
+    assert "in force: theta 0.3, lossy" in output
+    assert re.search(r"gained [1-9][\d.]* draft tokens at [1-9]\d* verified positions", output)
+    assert output.endswith("all is well")

@@ -1,4 +1,4 @@
-"""What leaves a worker with the outputs of its steps."""
+"""Reports that leave a worker with the outputs of its steps."""
 
 import dataclasses
 import pickle
@@ -20,7 +20,7 @@ def runner_output(**fields):
 
 
 class Runner:
-    """Stands in for a model runner: `sampled` and `executed` are what it returns."""
+    """A model runner that returns `sampled` and `executed`."""
 
     def __init__(self, backend=None):
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -39,7 +39,7 @@ class Runner:
 
 
 def attached(runner):
-    """Reports that leave with the runner's outputs."""
+    """Reports attached to the runner's outputs."""
     reports = StepReports(Counters(LAYOUT.num_speculative_tokens, torch.device("cpu")))
     reports.attach_to_runner(runner)
     return reports
@@ -61,7 +61,7 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
     on_rank(0)
     runner = Runner()
     counters = attached(runner).counters
-    # vLLM's memory profiling.
+    # Counts of vLLM's memory profiling are dropped.
     counters.device_counts += 7
     runner.sampled = runner_output()
     assert runner.sample_tokens(None) is runner.sampled
@@ -69,12 +69,12 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
     counters.device_counts += torch.tensor(COUNTS)
     assert found_on(runner.sample_tokens(None)) == StepReport(COUNTS)
 
-    # Nothing is lost where a step has no output of its own, and nothing lands in the shared one.
+    # A step without its own output keeps its counts, and never changes the shared output.
     counters.device_counts += torch.tensor(COUNTS)
     for shared in (None, EMPTY_MODEL_RUNNER_OUTPUT):
         runner.sampled = shared
         assert runner.sample_tokens(None) is shared
-    # With requests left, nothing is waited for.
+    # Counts are not flushed while requests are left.
     runner.requests["a"] = None
     assert runner.execute_model(None) is EMPTY_MODEL_RUNNER_OUTPUT
     runner.requests.clear()
@@ -87,14 +87,14 @@ def test_counts_leave_with_the_outputs_of_steps(on_rank):
 
 
 @pytest.mark.parametrize("backend", [None, "external_launcher"])
-def test_of_other_ranks_only_an_external_launchers_are_read(on_rank, backend):
-    """Each of these is an engine of its own, whose outputs nobody else reads."""
+def test_other_ranks_report_only_with_an_external_launcher(on_rank, backend):
+    """Each rank is then a separate engine."""
     on_rank(1)
     runner = Runner(backend)
     reports = attached(runner)
     if backend is None:
         reports.step_counters(1, torch.device("meta"), {0: "a"})
-        # It would need an accelerator.
+        # A copy would need an accelerator.
         reports.copy_to_host()
     runner.sampled = runner_output()
     runner.sample_tokens(None)
@@ -102,8 +102,8 @@ def test_of_other_ranks_only_an_external_launchers_are_read(on_rank, backend):
     assert (found_on(runner.sample_tokens(None)) is None) == (backend is None)
 
 
-def test_a_report_waits_for_its_copy_in_an_asynchronous_output(on_rank):
-    """And what was counted by then comes with it."""
+def test_an_asynchronous_output_waits_for_its_report(on_rank):
+    """It also carries the counts of that time."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
     class Output(AsyncModelRunnerOutput):
@@ -113,7 +113,7 @@ def test_a_report_waits_for_its_copy_in_an_asynchronous_output(on_rank):
         def get_output(self):
             return self.model_runner_output
 
-        # Of vLLM 0.33.
+        # vLLM 0.33 calls it.
         def get_kv_connector_output(self):
             return None
 

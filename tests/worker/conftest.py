@@ -1,4 +1,4 @@
-"""What tests of real engines share."""
+"""Fixtures for tests of real engines."""
 
 import pytest
 
@@ -7,7 +7,7 @@ import tiny_models
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Directories of a target and of a draft that is its first layer, and the target."""
+    """Directory of a target, directory of a draft that is its first layer, and the target."""
     directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     target = tiny_models.llama(directory)
     tiny_models.first_layer(draft, tiny_models.llama(draft))

@@ -1,7 +1,7 @@
-"""Spans, bounds, the guard and `mars_return` in real engines on a tiny model.
+"""Spans, scopes, bounds, repeats and `mars_return` in real engines on a tiny model.
 
-What `mars_return` says is held against the target itself: of greedy answers its positions are
-exactly those whose token is not the target's first choice.
+`mars_return` is checked against the target: the relaxed positions of a greedy answer are exactly
+those whose token is not the target's argmax.
 """
 
 import math
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
 BOUNDS = (math.inf, 0.5, 0.001, 0.0)
-OWN_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
+REQUEST_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
 NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
@@ -35,7 +35,7 @@ class Engine:
         self.llm = llm
 
     def ask(self, prompts=PROMPTS, **sampling):
-        """CompletionOutput of each prompt; `extra_args` of all, or of each in a list."""
+        """CompletionOutput of each prompt; `extra_args` may be a list, one for each request."""
         from vllm import SamplingParams
 
         extra_args = sampling.pop("extra_args", {})
@@ -45,18 +45,21 @@ class Engine:
             SamplingParams(
                 **{"temperature": 0, "max_tokens": 48, "ignore_eos": True, **sampling},
                 detokenize=False,
-                extra_args={"mars_return": True, **own},
+                extra_args={"mars_return": True, **options},
             )
-            for own in extra_args
+            for options in extra_args
         ]
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [out.outputs[0] for out in self.llm.generate(given, params, use_tqdm=False)]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [out.outputs[0] for out in self.llm.generate(inputs, params, use_tqdm=False)]
 
     def metrics(self, name):
-        """Values of a metric by its labels, but for those of vLLM's engines."""
-        own = ("model_name", "engine")
+        """Values of a metric by its labels other than the model and the engine."""
         return {
-            tuple(value for label, value in metric.labels.items() if label not in own): metric.value
+            tuple(
+                value
+                for label, value in metric.labels.items()
+                if label not in ("model_name", "engine")
+            ): metric.value
             for metric in self.llm.get_metrics()
             if metric.name == name
         }
@@ -65,8 +68,8 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(models):
     @contextmanager
-    def start(of_engine=None, **options):
-        given = {
+    def start(engine_options=None, **options):
+        speculation = {
             "method": "draft_model",
             "model": str(models[1]),
             "num_speculative_tokens": 3,
@@ -75,21 +78,21 @@ def engine(models):
             "mars_strict_opening": 0,
             **options,
         }
-        with engine_in_process(models[0], given, **(of_engine or {})) as llm:
+        with engine_in_process(models[0], speculation, **(engine_options or {})) as llm:
             yield Engine(llm)
 
     return start
 
 
-def not_first_choices(target, prompt, tokens):
-    """Positions of an answer whose token is not the target's first choice."""
-    with torch.inference_mode():
-        logits = target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return (logits.argmax(-1) != torch.tensor(tokens)).nonzero().flatten().tolist()
+def not_argmax(target, prompt, tokens):
+    """Positions of an answer whose token is not the target's argmax."""
+    firsts = first_choices(target, prompt, tokens)
+    pairs = zip(tokens, firsts, strict=True)
+    return [position for position, (token, first) in enumerate(pairs) if token != first]
 
 
 def lost_nats():
-    """What all answers of this process have lost; vLLM's own view of a counter is an integer."""
+    """Loss of all answers of this process; vLLM's `get_metrics` rounds counters to integers."""
     families = {family.name: family for family in REGISTRY.collect()}
     samples = families["vllm:mars_lost_nats"].samples
     return sum(sample.value for sample in samples if sample.name.endswith("_total"))
@@ -102,17 +105,17 @@ def returned(output):
 @pytest.mark.parametrize(
     ("metric", "loose", "strict"), [("theta", 0.01, 1.0), ("price", 1000.0, 0.0)]
 )
-def test_return_names_what_is_not_the_targets_first_choice(engine, models, metric, loose, strict):
-    """Each by its own theta or price; beside requests that do not ask, and those cut short."""
+def test_return_lists_the_tokens_that_are_not_the_targets_argmax(
+    engine, models, metric, loose, strict
+):
     option = f"mars_{metric}"
     with engine(**{option: loose}) as running:
         outputs = running.ask()
         for prompt, output in zip(PROMPTS, outputs, strict=True):
-            found = returned(output)
-            assert found[metric] == loose
-            tokens = list(output.token_ids)
-            assert found["relaxed_positions"] == not_first_choices(models[2], prompt, tokens)
-            assert found["num_relaxed_tokens"] == len(found["relaxed_positions"])
+            report, tokens = returned(output), list(output.token_ids)
+            assert report[metric] == loose
+            assert report["relaxed_positions"] == not_argmax(models[2], prompt, tokens)
+            assert report["num_relaxed_tokens"] == len(report["relaxed_positions"])
         relaxed = sum(returned(output)["num_relaxed_tokens"] for output in outputs)
         assert relaxed > 0
         assert sum(running.metrics("vllm:mars_relaxed_tokens").values()) >= relaxed
@@ -122,21 +125,24 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
         silent = running.ask(extra_args={"mars_return": False})
         assert all(output.spec_decode_metrics is None for output in silent)
 
-        # Beside relaxed ones, a request that may lose nothing gets the target's own answer.
-        own = [{"mars_max_loss": 0} if place == 1 else {} for place in range(len(PROMPTS))]
-        answers = running.ask(extra_args=own)
+        # In a batch of lossy requests, a request with bound 0 gets the target's answer.
+        one_strict = [{}, {"mars_max_loss": 0}, {}, {}]
+        answers = running.ask(extra_args=one_strict)
         assert returned(answers[1]) == {metric: strict, **NOTHING}
-        assert not_first_choices(models[2], PROMPTS[1], list(answers[1].token_ids)) == []
+        assert not_argmax(models[2], PROMPTS[1], list(answers[1].token_ids)) == []
         assert answers[0].token_ids == outputs[0].token_ids
-        sampled = running.ask(temperature=1.0, seed=1, extra_args=own)[1]
-        ratios = [0.0] * len(sampled.token_ids)
-        drafts = {"draft_sample_method": "greedy", "log_ratios": ratios, "drift_nats": 0.0}
-        assert returned(sampled) == {metric: strict, **drafts}
+        sampled = running.ask(temperature=1.0, seed=1, extra_args=one_strict)[1]
+        assert returned(sampled) == {
+            metric: strict,
+            "draft_sample_method": "greedy",
+            "log_ratios": [0.0] * len(sampled.token_ids),
+            "drift_nats": 0.0,
+        }
 
-        # Bounds of their own in one batch; the first request has none.
+        # Requests with different bounds in a batch; the first one has none.
         refused = 0
         for temperature in (0.0, 1.0) if metric == "theta" else (0.0,):
-            answers = running.ask(temperature=temperature, seed=1, extra_args=OWN_BOUNDS)
+            answers = running.ask(temperature=temperature, seed=1, extra_args=REQUEST_BOUNDS)
             if not temperature:
                 assert answers[0].token_ids == outputs[0].token_ids
             lost = [
@@ -144,46 +150,42 @@ def test_return_names_what_is_not_the_targets_first_choice(engine, models, metri
                 for prompt, output, bound in zip(PROMPTS, answers, BOUNDS, strict=True)
             ]
             assert lost[1] > 0
-            now = running.metrics("vllm:mars_refused_positions")["loss",]
-            assert now > refused
-            refused = now
-        told = sum(sum(returned(output)["loss_nats"]) for output in outputs)
-        assert sum(running.metrics("vllm:mars_lost_nats").values()) > told > 0
+            before, refused = refused, running.metrics("vllm:mars_refused_positions")["loss",]
+            assert refused > before
+        reported = sum(sum(returned(output)["loss_nats"]) for output in outputs)
+        assert sum(running.metrics("vllm:mars_lost_nats").values()) > reported > 0
 
 
-def test_nothing_is_paid_for_what_cannot_come(engine, models):
-    """At the cap and at a stop token; the counters tell what the answers do."""
+def test_nothing_is_lost_at_an_answers_last_token(engine, models):
+    """Whether at `max_tokens` or a stop token; the counters agree with the reports."""
     with engine(mars_price=3.0, mars_max_loss=100.0) as running:
         (free,) = running.ask(PROMPTS[:1])
         relaxed = returned(free)["relaxed_positions"]
         assert relaxed
         stop = free.token_ids[relaxed[-1]]
+        for output in running.ask(temperature=1.0, seed=3, max_tokens=4):
+            assert returned(output)["log_ratios"][-1] == 0
         for sampling in (
             *({"max_tokens": most} for most in range(1, 6)),
             {"stop_token_ids": [stop]},
-            {"temperature": 1.0, "seed": 3, "max_tokens": 4},
         ):
             before = lost_nats()
             outputs = running.ask(**sampling)
-            lost = lost_nats() - before
-            told = [returned(output) for output in outputs]
-            if "temperature" in sampling:
-                assert all(answer["log_ratios"][-1] == 0 for answer in told)
-                continue
-            assert lost == pytest.approx(sum(sum(answer["loss_nats"]) for answer in told), abs=1e-9)
-            for prompt, output, answer in zip(PROMPTS, outputs, told, strict=True):
+            reported = sum(sum(returned(output)["loss_nats"]) for output in outputs)
+            assert lost_nats() - before == pytest.approx(reported, abs=1e-9)
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
                 tokens = list(output.token_ids)
-                found = not_first_choices(models[2], prompt, tokens)
-                assert answer["relaxed_positions"] == found
-                assert len(tokens) - 1 not in found
+                relaxed = not_argmax(models[2], prompt, tokens)
+                assert returned(output)["relaxed_positions"] == relaxed
+                assert len(tokens) - 1 not in relaxed
                 if "stop_token_ids" in sampling:
-                    assert stop not in [tokens[position] for position in found]
+                    assert stop not in [tokens[position] for position in relaxed]
 
 
-def test_a_bound_alone_sets_the_price(engine, models):
-    """The same in a batch as alone, greedy and sampled, and a request may ask for less.
+def test_a_bound_without_a_price_sets_the_price(engine, models):
+    """A request gets the same answer in a batch as alone, and may ask for a smaller bound.
 
-    An opening is strict, and what it saves is there to be spent behind it.
+    The opening is strict; the budget it saves can be spent after it.
     """
     bound, smaller = 0.5, {"mars_max_loss": 0.1}
     with engine(mars_max_loss=bound, mars_strict_opening=8) as running:
@@ -199,7 +201,6 @@ def test_a_bound_alone_sets_the_price(engine, models):
         spared = running.ask(extra_args=smaller)
         for prompt, out in zip(PROMPTS, spared, strict=True):
             check_promise(models[2], prompt, list(out.token_ids), returned(out), 0.1)
-        # Bound to nothing, and by a price of its own.
         nothing, priced = running.ask(
             PROMPTS[:2], extra_args=[{"mars_max_loss": 0}, {"mars_price": 0}]
         )
@@ -211,7 +212,7 @@ def test_a_bound_alone_sets_the_price(engine, models):
         assert alone.token_ids == hot[1].token_ids
         assert returned(alone) == pytest.approx(returned(hot[1]), abs=1e-4)
         ratios = [returned(out)["log_ratios"] for out in hot]
-        assert all(not any(own[:8]) and any(own[8:]) for own in ratios)
+        assert all(not any(answer[:8]) and any(answer[8:]) for answer in ratios)
         assert running.metrics("vllm:mars_refused_positions")["opening",] > 0
         assert running.metrics("vllm:mars_max_loss_nats_per_token") == {(): bound}
         generated = running.metrics("vllm:generation_tokens")[()]
@@ -226,105 +227,102 @@ LOOSE = {"mars_theta": 0.01}
 
 @pytest.fixture(scope="module")
 def loose_and_strict(engine):
-    """The tokens of the first prompt's answer by a lossy engine, and those that it asks for."""
+    """The first prompt's answer from a lossy engine, lossy and strict."""
     with engine(**LOOSE) as running:
-        answers = [running.ask(PROMPTS[:1], extra_args=own) for own in ({}, {"mars_theta": 1})]
-    return [list(answer.token_ids) for (answer,) in answers]
+        (loose,) = running.ask(PROMPTS[:1])
+        (strict,) = running.ask(PROMPTS[:1], extra_args={"mars_theta": 1})
+    return list(loose.token_ids), list(strict.token_ids)
+
+
+def frequent_and_other(tokens):
+    """The most frequent token of an answer, and another one."""
+    frequent = max(set(tokens), key=tokens.count)
+    return frequent, next(token for token in tokens if token != frequent)
 
 
 def test_nothing_is_relaxed_inside_a_span(models, engine, loose_and_strict):
     tiny_models.tokenizer(models[0], ends="</s> ")
-    # A token that occurs opens the span, the next one of that answer closes it.
-    tokens, _ = loose_and_strict
-    start = max(set(tokens), key=tokens.count)
-    end = next(token for token in tokens if token != start)
+    start, end = frequent_and_other(loose_and_strict[0])
     spans = ((start, end), (PROMPTS[3][-1], None))
-    # An answer goes on: inside of what was opened long ago, with a special token since, and behind.
-    gone_on = [
+    # Spans that are open from long ago, opened before a message's end, and closed.
+    continued = [
         [7, PROMPTS[3][-1], *PROMPTS[0] * 40, 1, 9],
         [7, PROMPTS[3][-1], 5, 2, *PROMPTS[0]],
         [7, start, 5, *PROMPTS[0] * 40, end],
     ]
-    # In chunks, and then from the prefix cache.
-    prompts = [*PROMPTS, *gone_on] * 2
+    # Prefilled in chunks, and then from the prefix cache.
+    prompts = [*PROMPTS, *continued] * 2
     long = {"max_model_len": 512, "max_num_batched_tokens": 64}
-    own = {"mars_strict_spans": [list(span) for span in spans]}
-    with engine({"skip_tokenizer_init": False, **long}, **LOOSE, **own) as running:
+    options = {**LOOSE, "mars_strict_spans": [list(span) for span in spans]}
+    with engine({"skip_tokenizer_init": False, **long}, **options) as running:
         outputs = [running.ask([prompt])[0] for prompt in prompts]
         assert running.metrics("vllm:prefix_cache_hits")[()] > 0
-        refused = running.metrics("vllm:mars_refused_positions")["span",]
-    assert refused > 0
-    walk = MarkerTracker(MarsConfig(theta=0.01, strict_spans=spans, turns=(2,)))
-    inside = relaxed = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        state = walk.initial_state(prompt)
-        for position, token in enumerate(output.token_ids):
-            is_relaxed = position in returned(output)["relaxed_positions"]
-            inside += walk.is_strict(state)
-            relaxed += is_relaxed
-            assert not (is_relaxed and walk.is_strict(state))
-            state = walk.advance(state, [token])
-    assert inside > 0
-    assert relaxed > 0
-    # Opened by the last message, and by one before it.
+        assert running.metrics("vllm:mars_refused_positions")["span",] > 0
+    tracker = MarkerTracker(MarsConfig(theta=0.01, strict_spans=spans, turns=(2,)))
+    check_strict_positions(tracker, prompts, outputs, tracker.is_strict)
+    # Opened by the last message, and by an earlier one.
     assert [returned(out)["relaxed_positions"] != [] for out in outputs[3:6]] == [0, 0, 1]
-    # Without a tokenizer it is not known where a message begins.
-    with engine(long, **LOOSE, **own) as running:
+    # Without a tokenizer the server cannot find where a message begins.
+    with engine(long, **options) as running:
         unknown = running.ask(prompts[:7])
     strict = {"theta": 1, "strict": "prompt", **NOTHING}
     assert [returned(output) == strict for output in unknown] == [0, 0, 0, 1, 1, 1, 0]
 
 
+def check_strict_positions(tracker, prompts, outputs, is_strict):
+    """Checks that no position is relaxed whose state is strict, and that both kinds occur."""
+    num_strict = num_relaxed = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        state, relaxed = tracker.initial_state(prompt), returned(output)["relaxed_positions"]
+        for position, token in enumerate(output.token_ids):
+            num_strict += is_strict(state)
+            num_relaxed += position in relaxed
+            assert not (is_strict(state) and position in relaxed)
+            state = tracker.advance(state, [token])
+    assert num_strict > 0 and num_relaxed > 0
+
+
 def test_nothing_is_relaxed_outside_the_scope(models, engine, loose_and_strict):
-    """Neither by a request's own scope nor by the server's."""
+    """Whether a request or the server sets the scope."""
     tiny_models.tokenizer(models[0], ends="</s> ")
-    # A token that occurs begins the thinking, another one of that answer ends it.
-    _, tokens = loose_and_strict
-    start = max(set(tokens), key=tokens.count)
-    end = next(token for token in tokens if token != start)
+    start, end = frequent_and_other(loose_and_strict[1])
     markers = {"reasoning_start_str": f"w{start}", "reasoning_end_str": f"w{end}"}
-    # Behind what stands between turns the last prompt begins the thinking for the answer.
+    # The last prompt begins thinking for the answer, after a message's end.
     prompts = [*PROMPTS[:3], [31, 2, start]]
-    walk = MarkerTracker(MarsConfig(theta=0.01, thinking_start=start, thinking_end=end, turns=(2,)))
+    config = MarsConfig(theta=0.01, thinking_start=start, thinking_end=end, turns=(2,))
 
     def check(scope, outputs):
-        outside = relaxed = 0
-        for prompt, output in zip(prompts, outputs, strict=True):
-            assert returned(output)["scope"] == scope
-            state, where = walk.initial_state(prompt), returned(output)["relaxed_positions"]
-            for position, token in enumerate(output.token_ids):
-                is_outside = bool(state & THINKING) != (scope == "thinking")
-                outside += is_outside
-                relaxed += position in where
-                assert not (is_outside and position in where)
-                state = walk.advance(state, [token])
-        assert outside > 0 and relaxed > 0
+        assert {returned(output)["scope"] for output in outputs} == {scope}
+        check_strict_positions(
+            MarkerTracker(config),
+            prompts,
+            outputs,
+            lambda state: bool(state & THINKING) != (scope == "thinking"),
+        )
         return [list(output.token_ids) for output in outputs]
 
-    reads = {"skip_tokenizer_init": False, "reasoning_config": markers}
-    with engine(reads, **LOOSE) as running:
-        own = {
-            scope: check(scope, running.ask(prompts, extra_args={"mars_scope": scope}))
-            for scope in ("thinking", "answer")
-        }
+    with_tokenizer = {"skip_tokenizer_init": False, "reasoning_config": markers}
+    with engine(with_tokenizer, **LOOSE) as running:
+        check("thinking", running.ask(prompts, extra_args={"mars_scope": "thinking"}))
+        by_request = check("answer", running.ask(prompts, extra_args={"mars_scope": "answer"}))
         assert running.metrics("vllm:mars_refused_positions")["scope",] > 0
-    with engine(reads, **LOOSE, mars_scope="answer") as running:
-        assert check("answer", running.ask(prompts)) == own["answer"]
+    with engine(with_tokenizer, **LOOSE, mars_scope="answer") as running:
+        assert check("answer", running.ask(prompts)) == by_request
 
 
 def preferred(output):
-    """Positions of the draft tokens that the rule gave preference, and the target did not."""
-    told = returned(output)
-    if "log_ratios" in told:
-        return [position for position, ratio in enumerate(told["log_ratios"]) if ratio > 0]
-    return told["relaxed_positions"]
+    """Positions whose token the rule made more probable."""
+    report = returned(output)
+    if "log_ratios" in report:
+        return [position for position, ratio in enumerate(report["log_ratios"]) if ratio > 0]
+    return report["relaxed_positions"]
 
 
-def test_what_repeats_is_not_preferred(engine, models, tmp_path):
-    """With a draft that knows three words; the guard is on by default with a price.
+def test_repeated_ngrams_are_not_preferred(engine, models, tmp_path):
+    """With a draft model that knows three words.
 
-    Greedily a relaxed token repeats no longer n-gram than the first choice in its place would;
-    while sampling none at all is preferred that repeats.
+    A relaxed token of a greedy answer repeats no longer n-gram than the argmax would. In a sampled
+    answer no preferred token repeats an n-gram.
     """
     draft = LlamaForCausalLM.from_pretrained(models[1])
     with torch.no_grad():
@@ -333,7 +331,7 @@ def test_what_repeats_is_not_preferred(engine, models, tmp_path):
     loose = {"model": str(tmp_path), "num_speculative_tokens": 6}
     with engine(**loose, mars_price=1000.0) as running:
         for temperature in (0.0, 1.0):
-            outputs, found = running.ask(temperature=temperature, seed=1, max_tokens=64), 0
+            outputs, num_preferred = running.ask(temperature=temperature, seed=1, max_tokens=64), 0
             for prompt, output in zip(PROMPTS, outputs, strict=True):
                 tokens = list(output.token_ids)
                 firsts = first_choices(models[2], prompt, tokens)
@@ -341,12 +339,12 @@ def test_what_repeats_is_not_preferred(engine, models, tmp_path):
                     before = tokens[:position]
                     most = 0 if temperature else oracle.repeats(before, firsts[position])
                     assert oracle.repeats(before, tokens[position]) <= most
-                    found += 1
-            assert found > 0
+                    num_preferred += 1
+            assert num_preferred > 0
         assert running.metrics("vllm:mars_refused_positions")["repeat",] > 0
 
 
-# Memory for a few answers only; steps too short for all; and of these, some before others.
+# Memory for a few answers; steps too short for all requests; the same with priorities.
 CROWDS = {
     "memory": {"block_size": 32, "num_gpu_blocks_override": 11},
     "budget": {"max_num_batched_tokens": 16},
@@ -357,31 +355,30 @@ CROWDS = {
 @pytest.mark.parametrize(
     "crowd", ["memory", pytest.param("budget", marks=pytest.mark.nightly), "priority"]
 )
-def test_who_waits_for_others_may_lose_as_much(models, crowd):
-    """Strict answers are those of each request alone.
+def test_requests_that_wait_for_others_may_lose_as_much(models, crowd):
+    """Strict answers are the same in a batch as alone.
 
-    Lossy ones need not be, as vLLM drops drafts of who waits, and steps begin elsewhere; each keeps
-    its bound.
+    Lossy answers may differ, since vLLM drops drafts of waiting requests, but keep their bound.
     """
     from vllm import SamplingParams
 
-    given = [{"prompt_token_ids": workload.prompt(seed, 4 + seed)} for seed in range(8)]
+    inputs = [{"prompt_token_ids": workload.prompt(seed, 4 + seed)} for seed in range(8)]
     order = {"priority": [number % 3 for number in range(8)]} if crowd == "priority" else {}
     options = {"max_num_seqs": 8, "enable_prefix_caching": False, **CROWDS[crowd]}
     drafts = {"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": 3}
     speculation = {**drafts, "rejection_sample_method": "mars", "mars_max_loss": 0.1}
     with engine_in_process(models[0], speculation, **options) as llm:
 
-        def both(**own):
+        def both(**extra_args):
             params = SamplingParams(
                 temperature=0,
                 max_tokens=60,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args={"mars_return": True, **own},
+                extra_args={"mars_return": True, **extra_args},
             )
-            alone = [llm.generate([one], params, use_tqdm=False)[0] for one in given]
-            together = llm.generate(given, params, use_tqdm=False, **order)
+            alone = [llm.generate([one], params, use_tqdm=False)[0] for one in inputs]
+            together = llm.generate(inputs, params, use_tqdm=False, **order)
             return ([request.outputs[0] for request in answers] for answers in (alone, together))
 
         alone, together = both(mars_price=0)
@@ -389,8 +386,8 @@ def test_who_waits_for_others_may_lose_as_much(models, crowd):
         alone, together = both()
         lost = [0.0, 0.0]
         for which, answers in enumerate((alone, together)):
-            for asked, out in zip(given, answers, strict=True):
-                tokens, prompt = list(out.token_ids), asked["prompt_token_ids"]
+            for request, out in zip(inputs, answers, strict=True):
+                tokens, prompt = list(out.token_ids), request["prompt_token_ids"]
                 lost[which] += check_promise(models[2], prompt, tokens, returned(out), 0.1)
         assert lost[1] > 0.9 * lost[0] > 1
         preemptions = counters(llm)["vllm:num_preemptions"]

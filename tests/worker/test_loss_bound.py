@@ -1,7 +1,7 @@
-"""`mars_max_loss` on a real engine of V2: each of 150 greedy answers keeps it at each prefix.
+"""`mars_max_loss` on a real V2 engine: each prefix of 150 greedy answers keeps its bound.
 
-The target says what was lost. Bounds differ within a batch, sampled requests stand in it, and
-memory is so short that some requests are preempted. Of V1 that is in `test_controls.py`.
+A forward pass of the target gives the loss. Batches mix bounds, and greedy with sampled requests,
+and memory is short enough to preempt requests. `test_controls.py` tests V1.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 NUM_ANSWERS = 200
-# In nats per token; the server's own stands where a request has none.
+# Nats per token; None uses the server's bound.
 BOUNDS = (None, 0.03, 0.01, 0.0)
 SERVER = {"mars_max_loss": 0.05}
 # Two requests fill these blocks before they end.
@@ -28,14 +28,16 @@ def test_each_answer_of_v2_keeps_its_bound(models):
     for number in range(NUM_ANSWERS):
         prompt = rng.integers(3, tiny_models.VOCAB, rng.integers(2, 30)).tolist()
         bound = BOUNDS[number // 2 % len(BOUNDS)]
-        own = {} if bound is None else {"mars_max_loss": bound}
-        # The second half is greedy and sampled in turn.
+        extra_args = {"mars_return": True}
+        if bound is not None:
+            extra_args["mars_max_loss"] = bound
+        # The second half alternates between greedy and sampled requests.
         sampling = {
             "temperature": float(number >= NUM_ANSWERS // 2 and number % 2),
             "seed": number,
             "max_tokens": 24,
             "ignore_eos": True,
-            "extra_args": {"mars_return": True, **own},
+            "extra_args": extra_args,
         }
         requests.append((prompt, sampling))
     speculation = {
@@ -46,8 +48,15 @@ def test_each_answer_of_v2_keeps_its_bound(models):
         "mars_price": 1000.0,
         **SERVER,
     }
-    options = {"v2": True, "timeout": 1500, "model": str(models[0]), **MEMORY, "max_model_len": 64}
-    result = workload.run(speculation, [requests], **options)
+    result = workload.run(
+        speculation,
+        [requests],
+        v2=True,
+        timeout=1500,
+        model=str(models[0]),
+        max_model_len=64,
+        **MEMORY,
+    )
     assert result["metrics"][-1]["vllm:num_preemptions"] > 0
     lost = dict.fromkeys(BOUNDS, 0.0)
     for (prompt, sampling), (answer,) in zip(requests, result["batches"][0], strict=True):
@@ -55,8 +64,8 @@ def test_each_answer_of_v2_keeps_its_bound(models):
         if sampling["temperature"]:
             assert len(returned["log_ratios"]) == len(tokens)
             continue
-        own = sampling["extra_args"].get("mars_max_loss")
-        bound = SERVER["mars_max_loss"] if own is None else own
-        lost[own] += check_promise(models[2], prompt, tokens, returned, bound)
-    # All of them bind.
+        requested = sampling["extra_args"].get("mars_max_loss")
+        bound = SERVER["mars_max_loss"] if requested is None else requested
+        lost[requested] += check_promise(models[2], prompt, tokens, returned, bound)
+    # Every bound limits its requests.
     assert lost[None] > lost[0.03] > lost[0.01] > lost[0.0] == 0

@@ -1,4 +1,4 @@
-"""The V1 sampler beside vLLM's own: the same tokens at theta = 1, the rule below it."""
+"""The V1 sampler against vLLM's: the same tokens at theta 1 and price 0, the rule otherwise."""
 
 import itertools
 
@@ -60,16 +60,11 @@ SETTINGS = {
 }
 
 
-def probabilities(are_there):
-    """What the drafts of a step are drawn from, or None."""
-    return (torch.randn(sum(LENGTHS), VOCAB) * 2).softmax(-1) if are_there else None
-
-
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(price=0)])
 def test_theta_1_is_vllm(config, setting, logprobs_mode):
-    """With fixed drafts; probabilistic ones vLLM's V1 cannot verify by blocks."""
+    """Fixed drafts only: vLLM's V1 cannot verify probabilistic drafts by blocks."""
     temperatures, changes = SETTINGS[setting]
     samplers = (
         RejectionSampler(Sampler(logprobs_mode), None, CPU),
@@ -82,26 +77,26 @@ def test_theta_1_is_vllm(config, setting, logprobs_mode):
             meta = sampling(temperatures, seeds=SEEDS, drafts=drafts_of(metadata), **changes)
             torch.manual_seed(seed)
             outputs.append(sampler(metadata, None, logits, meta))
-            # As many random numbers are taken of those that requests share, and of each one's own.
-            own_states = (generator.get_state() for generator in meta.generators.values())
-            states.append(torch.stack([torch.get_rng_state(), *own_states]))
+            # The samplers consume the same random numbers, shared and per request.
+            seeded = (generator.get_state() for generator in meta.generators.values())
+            states.append(torch.stack([torch.get_rng_state(), *seeded]))
         assert torch.equal(*states)
-        own, mars = outputs
-        assert torch.equal(own.sampled_token_ids, mars.sampled_token_ids)
-        assert own.sampled_token_ids.dtype == mars.sampled_token_ids.dtype
-        if own.logprobs_tensors is None:
+        vllm, mars = outputs
+        assert torch.equal(vllm.sampled_token_ids, mars.sampled_token_ids)
+        assert vllm.sampled_token_ids.dtype == mars.sampled_token_ids.dtype
+        if vllm.logprobs_tensors is None:
             assert mars.logprobs_tensors is None
             continue
         for field in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
             assert torch.equal(
-                getattr(own.logprobs_tensors, field), getattr(mars.logprobs_tensors, field)
+                getattr(vllm.logprobs_tensors, field), getattr(mars.logprobs_tensors, field)
             ), field
 
 
-def test_a_request_draws_what_it_would_alone():
-    """Whether a strict request is beside it, which draws for the whole vocabulary, or none."""
+def test_a_seeded_request_is_independent_of_its_batch():
+    """A strict request in the batch consumes random numbers for the whole vocabulary."""
     metadata, logits = step(1, [3, 3])
-    found = []
+    tokens = []
     for price in (0.0, 1.0):
         sampler = mars_sampler(MarsConfig(price=1.0, strict_opening=0))
         sampler.requests._records.value[:] = torch.tensor([1 << 16])
@@ -109,12 +104,12 @@ def test_a_request_draws_what_it_would_alone():
         sampler.requests._slots[:2] = slots
         sampler.requests._records.value[1] = int(price * 2**16)
         meta = sampling([1.0, 1.0], seeds=[1, 2], drafts=drafts_of(metadata))
-        found.append(emitted(sampler(metadata, None, logits.clone(), meta))[0])
-    assert found[0] == found[1]
+        tokens.append(emitted(sampler(metadata, None, logits.clone(), meta))[0])
+    assert tokens[0] == tokens[1]
 
 
-def test_a_greedy_step_draws_no_random_number():
-    """Requests without a seed share them."""
+def test_a_greedy_step_consumes_no_random_numbers():
+    """Requests without a seed share a generator."""
     metadata, logits = step(3)
     before = torch.get_rng_state()
     meta = sampling(GREEDY, drafts=drafts_of(metadata))
@@ -122,7 +117,7 @@ def test_a_greedy_step_draws_no_random_number():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
+def test_an_argmax_counts_as_relaxed_only_for_a_sampled_request():
     metadata = metadata_of([[1], [1]])
     logits = torch.tensor([[1.9, 2.0, 0.5, 0.0]]).repeat(4, 1)
     for temperatures, relaxed in (([0.0, 0.0], 0), ([0.0, 1.0], 1)):
@@ -135,11 +130,11 @@ def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
 
 
 @pytest.mark.parametrize(
-    ("config", "own", "is_relaxable"),
+    ("config", "extra_args", "is_relaxable"),
     [
         ({"max_loss": 0.02}, {}, True),
         ({"max_loss": 0.02}, {"mars_max_loss": 0}, False),
-        # As a file holds it to.
+        # The file of overrides makes it strict.
         ({"max_loss": 0.02}, {"mars_overrides": {"mars_max_loss": 0}}, False),
         ({"max_loss": 0, "limit": 0.02}, {}, False),
         ({"max_loss": 0, "limit": 0.02}, {"mars_max_loss": 0.02}, True),
@@ -148,13 +143,15 @@ def test_a_first_choice_counts_as_relaxed_only_where_a_draw_was_spared():
         ({"theta": 0.9}, {}, True),
     ],
 )
-def test_positions_of_strict_requests_are_not_relaxable(config, own, is_relaxable):
-    """Nor are those of a request with a grammar, which is strict."""
+def test_positions_of_strict_requests_are_not_relaxable(config, extra_args, is_relaxable):
+    """A request with a grammar is always strict."""
     metadata, logits = step(1, [3, 3])
     sampler = mars_sampler(MarsConfig(**config))
-    grammar = StructuredOutputsParams(regex="a+")
-    asked = SamplingParams(extra_args=own or None), SamplingParams(structured_outputs=grammar)
-    added = [(place, params, [3, 1], [4]) for place, params in enumerate(asked)]
+    requests = [
+        SamplingParams(extra_args=extra_args or None),
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+")),
+    ]
+    added = [(index, params, [3, 1], [4]) for index, params in enumerate(requests)]
     sampler.requests.update_state(BatchUpdate(2, removed=[], added=added, moved=[]))
     sampler(metadata, None, logits, sampling([0.0, 0.0], drafts=drafts_of(metadata)))
     counters = sampler.reports.counters
@@ -163,13 +160,14 @@ def test_positions_of_strict_requests_are_not_relaxable(config, own, is_relaxabl
     assert 0 < relaxable < sum(counts[layout.verified]) if is_relaxable else relaxable == 0
 
 
-@pytest.mark.parametrize("draft_probs", [False, True])
+@pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("price", [0.0, 0.5])
-def test_only_a_price_is_refused(price, draft_probs):
+def test_price_0_has_no_refusals(price, is_probabilistic):
     metadata, logits = step(1)
+    q = (torch.randn(sum(LENGTHS), VOCAB) * 2).softmax(-1) if is_probabilistic else None
     sampler = mars_sampler(MarsConfig(price=price, strict_opening=0), range(VOCAB))
     meta = sampling(MIXED, drafts=drafts_of(metadata))
-    sampler(metadata, probabilities(draft_probs), logits, meta)
+    sampler(metadata, q, logits, meta)
     counters = sampler.reports.counters
     counts, layout = counters.take_delta(), counters.layout
     assert sum(counts[layout.verified]) > 0
@@ -196,8 +194,8 @@ def test_logprobs_of_a_relaxed_token_are_its_own():
 @pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("temperatures", [GREEDY, SAMPLED, MIXED])
 @pytest.mark.parametrize("lengths", [LENGTHS, [0] * 4])
-def test_each_request_gets_the_logprobs_that_it_asks_for(lengths, temperatures, logprobs_mode):
-    """Top ones or those of named tokens, at which vLLM's own fails; log m wherever a token is."""
+def test_each_request_gets_its_logprobs(lengths, temperatures, logprobs_mode):
+    """The top logprobs, or those of named tokens, for which vLLM fails; the token's is log m."""
     named = {0: [5, 7], 2: [1, 2, 3, 4]}
     is_served = logprobs_mode == "processed_logprobs"
     config = MarsConfig(price=2.0, strict_opening=0, logprobs="sampled" if is_served else "target")
@@ -214,26 +212,26 @@ def test_each_request_gets_the_logprobs_that_it_asks_for(lengths, temperatures, 
             logits /= torch.tensor([t or 1.0 for t in temperatures]).repeat_interleave(
                 torch.tensor(lengths) + 1
             )[:, None]
-        found, ratios = output.logprobs_tensors, []
-        for place, tokens in enumerate(emitted(output)):
-            begin, width = sum(lengths[:place]) + place, output.sampled_token_ids.shape[1]
+        tensors, ratios = output.logprobs_tensors, []
+        for index, tokens in enumerate(emitted(output)):
+            begin, width = sum(lengths[:index]) + index, output.sampled_token_ids.shape[1]
             for offset, token in enumerate(tokens):
-                row, expected = place * width + offset, logits[begin + offset].log_softmax(-1)
-                asked = (names or {}).get(place, expected.topk(most or 0).indices.tolist())
-                ids = found.logprob_token_ids[row, : 1 + len(asked)]
-                assert ids.tolist() == [token, *asked]
-                excess = found.logprobs[row, : 1 + len(asked)] - expected[ids]
+                row, expected = index * width + offset, logits[begin + offset].log_softmax(-1)
+                listed = (names or {}).get(index, expected.topk(most or 0).indices.tolist())
+                ids = tensors.logprob_token_ids[row, : 1 + len(listed)]
+                assert ids.tolist() == [token, *listed]
+                excess = tensors.logprobs[row, : 1 + len(listed)] - expected[ids]
                 ratios.append(excess[0])
                 torch.testing.assert_close(excess, (ids == token) * excess[0], atol=1e-5, rtol=0)
-        has_paid = is_served and any(temperatures) and any(lengths)
-        assert (max(map(abs, ratios)) > 0.1) == has_paid
+        has_loss = is_served and any(temperatures) and any(lengths)
+        assert (max(map(abs, ratios)) > 0.1) == has_loss
 
 
 MASKS = (
     {"bad_words_token_ids": {0: [[0]]}},
     {"allowed_token_ids_mask": torch.tensor([[True, False, False, False]])},
 )
-# Greedy requests carry neither.
+# vLLM drops both for greedy requests.
 CUTS = ({"top_k": torch.tensor([1])}, {"top_p": torch.tensor([0.3])})
 
 
@@ -253,8 +251,8 @@ def test_a_forbidden_draft_is_never_accepted(temperature, changes):
 
 
 @pytest.mark.parametrize("draft_probs", [None, torch.tensor([[0.0, 1.0, 0.0]])])
-def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch, draft_probs):
-    """Its logit is the only one; a draw says no all the same."""
+def test_a_rejected_draft_is_emitted_if_no_other_token_has_mass(monkeypatch, draft_probs):
+    """Rounding can reject a draft token with the only finite logit."""
     logits = torch.tensor([[-torch.inf, 9.0, -torch.inf], [0.0, 9.0, 0.0]])
     metadata = metadata_of([[1]])
     monkeypatch.setattr(accept.CpuSamplingInputs, "accepts", lambda *_: False)
@@ -264,24 +262,15 @@ def test_where_rounding_leaves_nothing_to_draw_from_the_draft_stays(monkeypatch,
         assert output.sampled_token_ids.tolist() == [[1, -1]]
 
 
-def test_one_random_number_draws_a_token_by_its_weight():
+def test_a_token_is_sampled_by_its_weight():
     weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0])
     sampling_inputs = accept.CpuSamplingInputs(
         torch.ones(1), None, None, {0: torch.Generator().manual_seed(0)}
     )
-    drawn = torch.tensor([sampling_inputs.sample_token(0, weights) for _ in range(4_000)])
-    assert set(drawn.tolist()) == {1, 3}
-    # Of a standard deviation of 0.007.
-    assert abs((drawn == 3).float().mean() - 0.75) < 0.03
-
-
-def test_padding_is_rejected_in_sampling():
-    logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 9.0, 0.0]])
-    metadata = metadata_of([[0]])
-    metadata.draft_token_ids = torch.tensor([-1], dtype=torch.int32)
-    output = mars_sampler(MarsConfig())(metadata, None, logits, sampling([1.0], drafts=[[-1]]))
-    assert output.sampled_token_ids[0, 1] == -1
-    assert 0 <= output.sampled_token_ids[0, 0] < 3
+    tokens = torch.tensor([sampling_inputs.sample_token(0, weights) for _ in range(4_000)])
+    assert set(tokens.tolist()) == {1, 3}
+    # The standard deviation is 0.007.
+    assert abs((tokens == 3).float().mean() - 0.75) < 0.03
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

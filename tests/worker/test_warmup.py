@@ -1,4 +1,4 @@
-"""What is compiled before the first request is all that serving reaches."""
+"""Warm-up compiles every kernel variant that serving reaches."""
 
 import numpy as np
 import pytest
@@ -22,84 +22,78 @@ from vllm_mars.worker.engine_params import LazyEngineParams
 from vllm_mars.worker.warmup import warm_up
 
 CPU = torch.device("cpu")
-# The longest draft; 16 lanes hold it and the bonus token, but 8 its beginning.
+# Drafts and bonus token take 16 lanes at the longest, and 8 for short drafts.
 K = 11
 SLOTS = 6
 
 
 class Engine:
-    """An engine without vLLM: what its sampler hands to the kernels, as random as serving is.
+    """The inputs of an engine's kernels, without vLLM, at random as in serving.
 
     Args:
-        config: its options.
-        vocab: width of the logits; of an odd one no row but the first starts at 16 bytes.
-        is_probabilistic: whether drafts are drawn.
+        config: options of the engine.
+        vocab: width of the logits; rows of an odd width are not aligned to 16 bytes.
+        is_probabilistic: whether drafts are probabilistic.
     """
 
     def __init__(self, config: MarsConfig, vocab: int, is_probabilistic: bool) -> None:
         self.vocab, self.is_probabilistic, self.config = vocab, is_probabilistic, config
-        # As a head leaves them.
         self.draft_logits = torch.zeros((SLOTS, K, vocab), dtype=torch.bfloat16)
         self.rng = np.random.default_rng(vocab)
-        self.engine_params, self.reports = (
-            LazyEngineParams(config, [2]),
-            StepReports(Counters(K, CPU)),
-        )
+        self.engine_params = LazyEngineParams(config, [2])
+        self.reports = StepReports(Counters(K, CPU))
         self.records = Records.new(SLOTS, CPU)
         self.tracker = MarkerTracker(config)
-        self.ring = new_ring(SLOTS, CPU)
-        self.markers = self.tracker.markers(CPU)
 
     def view(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """Zeros that begin anywhere in memory, as vLLM's slices do."""
+        """Zeros at any alignment, as in vLLM's slices."""
         start, size = int(self.rng.integers(0, 9)), int(np.prod(shape))
         return torch.zeros(size + start, dtype=dtype)[start:].view(shape)
 
-    def lengths(self) -> list[int]:
-        longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
-        return self.rng.integers(0, longest + 1, self.rng.integers(1, SLOTS)).tolist()
-
-    def constraints(self, tokens: torch.Tensor):
-        if not (self.tracker or self.config.repeat_ngram):
-            return None
-        return ConstraintInputs(
-            ring=self.ring,
-            tokens=tokens,
-            temperature=torch.ones(SLOTS),
-            markers=self.markers,
-            ngram=self.config.repeat_ngram,
-        )
-
-    def returns(self) -> dict[int, str]:
-        return {0: "a request"} if self.rng.random() < 0.5 else {}
-
     def step(self) -> None:
-        lengths, dtype = self.lengths(), torch.bfloat16
-        batch, size = len(lengths), sum(lengths) + len(lengths)
-        # A part of a batch over 1 GB begins in the middle of it.
+        longest = int(self.rng.choice([0, 1, 3, 7, 8, K]))
+        batch = int(self.rng.integers(1, SLOTS))
+        size = batch + int(self.rng.integers(0, longest + 1, batch).sum())
+        # vLLM slices batches over 1 GB.
         start = int(self.rng.integers(0, 3))
-        rows = torch.zeros((start + size, self.vocab), dtype=dtype)[start:]
-        request_tensors = self.view(SLOTS), self.view(SLOTS)
-        slots = self.view(batch, dtype=torch.int64)
+        rows = torch.zeros((start + size, self.vocab), dtype=torch.bfloat16)[start:]
         if self.rng.random() < 0.5:
-            # Something changes the logits.
+            # Logits processors return float32.
             rows = rows.float()
-        given = rows, self.view(size), self.view(batch), self.records, slots, *request_tensors
-        step, sampling_inputs = VerifyInputs(*given, num_speculative_tokens=K), None
-        constraints = self.constraints(self.view(SLOTS, 64))
+        step = VerifyInputs(
+            logits=rows,
+            input_ids=self.view(size),
+            cu_num_logits=self.view(batch),
+            records=self.records,
+            slots=self.view(batch, dtype=torch.int64),
+            total_len=self.view(SLOTS),
+            prompt_len=self.view(SLOTS),
+            num_speculative_tokens=K,
+        )
+        constraints, sampling_inputs = None, None
+        if self.tracker or self.config.repeat_ngram:
+            constraints = ConstraintInputs(
+                ring=new_ring(SLOTS, CPU),
+                tokens=self.view(SLOTS, 64),
+                temperature=torch.ones(SLOTS),
+                markers=self.tracker.markers(CPU),
+                ngram=self.config.repeat_ngram,
+            )
         if self.rng.random() < 0.5:
             sampling = SamplingTensors(torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
             if self.is_probabilistic:
-                draft_temperature = torch.ones(SLOTS)
                 sampling = sampling._replace(
-                    draft_logits=self.draft_logits, draft_temperature=draft_temperature
+                    draft_logits=self.draft_logits, draft_temperature=torch.ones(SLOTS)
                 )
-            by_row = self.view(size, dtype=torch.int64), self.view(size, dtype=torch.int64)
-            apply_temperature = rows.dtype == dtype and self.rng.random() < 0.5
             sampling_inputs = SamplingInputs(
-                sampling, *by_row, self.view(size), apply_temperature=apply_temperature
+                sampling,
+                self.view(size, dtype=torch.int64),
+                self.view(size, dtype=torch.int64),
+                self.view(size),
+                apply_temperature=rows.dtype == torch.bfloat16 and self.rng.random() < 0.5,
             )
-        step_counters = self.reports.step_counters(batch, CPU, self.returns())
+        returns = {0: "a request"} if self.rng.random() < 0.5 else {}
+        step_counters = self.reports.step_counters(batch, CPU, returns)
         fused.verify(step, self.engine_params.on(rows), constraints, step_counters, sampling_inputs)
 
 
@@ -123,9 +117,8 @@ def test_nothing_compiles_while_serving(options, is_probabilistic, vocab):
         launched.clear()
         for _ in range(60):
             engine.step()
-    # Raw and processed rows have kernels of their own; rows that start anywhere have more.
-    # What reads rows has a variant for each alignment of theirs, since only then loads are wide.
-    # So has what divides them by the temperature.
+    # Kernels that read rows have a variant for each dtype and alignment, without which loads would
+    # not be wide, and one that divides by the temperature.
     most = {32_000: 11, 50_257: 21} if not is_probabilistic else {32_000: 17, 50_257: 35}
     assert warm <= most[vocab]
     assert launched and not {*launched} - {name for name, _ in compiled}

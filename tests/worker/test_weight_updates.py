@@ -1,4 +1,4 @@
-"""New weights in a running engine: MARS, its records and the drafts go on, and hold for them."""
+"""New weights in a running engine: the rule, its reports and the drafts keep working."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ PROMPTS = ["Tell me about rain.", "Tell me about a bridge.", "How is bread made?
 
 @pytest.fixture(scope="module")
 def moved_model(packaged_model, tmp_path_factory):
-    """Directory of the packaged model after a step too large for its text to stay the same."""
+    """Directory of the packaged model with weights changed enough to change its answers."""
     from transformers import AutoModelForCausalLM
 
     directory = tmp_path_factory.mktemp("models") / "moved"
@@ -41,7 +41,7 @@ def test_new_weights_keep_rule_reports_and_drafts(packaged_model, moved_model):
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
 
     def check(llm, directory):
-        """Of each answer log m less the log-ratios is what transformers says of these weights."""
+        """Checks log m - log_ratio of each answer against transformers with these weights."""
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         before = counters(llm)
         for request in llm.chat(chats, params, use_tqdm=False):
@@ -53,9 +53,9 @@ def test_new_weights_keep_rule_reports_and_drafts(packaged_model, moved_model):
             ids = torch.tensor([[*request.prompt_token_ids, *answer.token_ids]])
             with torch.no_grad():
                 rows = model(ids).logits[0, -len(served) - 1 : -1].log_softmax(-1)
-            own = rows.gather(-1, torch.tensor([answer.token_ids]).T)[:, 0]
+            log_p = rows.gather(-1, torch.tensor([answer.token_ids]).T)[:, 0]
             ratios = torch.tensor(report["log_ratios"])
-            assert torch.tensor(served) - ratios == pytest.approx(own, abs=2e-3)
+            assert torch.tensor(served) - ratios == pytest.approx(log_p, abs=2e-3)
             assert ratios.abs().max() > 0.05
         after = counters(llm)
         spent = {name: after[name] - before.get(name, 0) for name in after}
@@ -74,7 +74,7 @@ def test_new_weights_keep_rule_reports_and_drafts(packaged_model, moved_model):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(moved_model)})
         assert llm.reset_prefix_cache()
         check(llm, moved_model)
-        # On a CPU vLLM says that it ignores both.
+        # vLLM ignores both on a CPU.
         llm.sleep()
         llm.wake_up()
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(packaged_model)})
