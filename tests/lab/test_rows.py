@@ -2,13 +2,25 @@
 
 import dataclasses
 import math
+import statistics
 
+import numpy as np
 import pytest
 
 from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
 from vllm_mars.lab.measure import pieces
 from vllm_mars.lab.records import Piece, read_sweep
-from vllm_mars.lab.rows import COLUMNS, Interval, rich_table, rows, shown, tables, transposed
+from vllm_mars.lab.rows import (
+    COLUMNS,
+    Interval,
+    estimate,
+    ratio_of_means,
+    rich_table,
+    rows,
+    shown,
+    tables,
+    transposed,
+)
 
 BLOCKS = range(3)
 
@@ -63,6 +75,16 @@ def test_only_common_prompts_are_compared(tmp_path):
     assert price.token_speed.value == pytest.approx(0.5)
     price = rows_of(tmp_path / "t.jsonl", [turn(STANDARD, 0), turn(mars(0.3), 1)])["price 0.3"]
     assert price.speed is None and price.tpot is not None
+
+
+def test_an_interval_is_close_to_that_of_a_jackknife():
+    above, below = np.random.default_rng(0).uniform(1, 3, (2, 100))
+    samples = {i: {"a": above[i], "b": below[i]} for i in range(100)}
+    value, low, high = estimate(ratio_of_means, samples, ["a", "b"])
+    jackknife = [ratio_of_means(np.delete(above, i), np.delete(below, i)) for i in range(100)]
+    assert value == pytest.approx(above.sum() / below.sum())
+    half = 1.96 * math.sqrt(99 * statistics.pvariance(jackknife))
+    assert (high - low) / 2 == pytest.approx(half, rel=0.15)
 
 
 def test_one_block_has_no_interval(tmp_path):

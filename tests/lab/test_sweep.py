@@ -154,5 +154,5 @@ def test_a_turn_that_fails_says_why():
             send(address, 0.1)
     with pytest.raises(RuntimeError, match=r"2 of 2 requests failed: .*Cannot connect"):
         send(address, 60)
-    # vLLM's client replaces it, and then equal nodes of a Ray cluster would seem to differ.
+    # If it were replaced, equal nodes of a Ray cluster would seem to have other versions.
     assert importlib.metadata.version is version_of
