@@ -199,12 +199,6 @@ def test_a_view_of_a_table(folder):
     assert shown.splitlines()[1:5] == ["| rule |", "| --- |", "| **greedy** |", "| price 0.3 |"]
 
 
-def test_the_site_shows_each_table(folder):
-    shown = figures.all_tables().splitlines()
-    assert shown[:5] == ["## new", "", "New ones.", "", "| rule | speed |"]
-    assert "| rule |" in shown, "each view has a table"
-
-
 def test_a_lost_commit_is_replaced_by_the_landed_one():
     run = TABLE["runs"][0]
     lost = [{**run, "git_commit": f"{c}{'0' * 33}"} for c in ("16ddfa7", "1f32d3e")]
@@ -255,14 +249,6 @@ def test_the_api_page_has_each_argument_and_default():
     assert shown.startswith("Before.\n\nOptions for `serve run")
     assert "| `min_replicas` | `1` | fewest replicas;" in shown
     assert "| `routing` | `'prefix'` |" in shown and "| `runtime_env` |  |" in shown
-
-
-def test_a_list_of_numbers_is_a_line(tmp_path):
-    rows = [["[\n1,\n2\n]", 1.5, [-2, 3e-7, None]], ["]", [], [["ü", 1]]]]
-    figures.write(tmp_path / "new/a.json", {"rows": rows})
-    written = (tmp_path / "new/a.json").read_text()
-    assert json.loads(written) == {"schema": figures.SCHEMA, "rows": rows}
-    assert "      [-2, 3e-07, null]" in written.splitlines()
 
 
 # Settings, not measurements: bounds, temperatures, a price, a version, levels of intervals.

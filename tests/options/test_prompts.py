@@ -45,13 +45,6 @@ FAMILIES = {
         ("<tool_call>", '{"name": "f", <|fim_middle|>', "</tool_call>"),
         ("<|endoftext|>",),
     ),
-    "Llama 3": Family(
-        "<|begin_of_text|>" + EACH + "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        ("<|eot_id|>",),
-        ("<|python_tag|>", "f(<|reserved_special_token_7|>", "<|eom_id|>"),
-    ),
     "Mistral": Family(
         "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must take turns') }}{% endif %}"
