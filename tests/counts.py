@@ -1,4 +1,4 @@
-"""Counts of an invented step, what is exported of them, and what the dashboard asks for."""
+"""Counts of an invented step, their metrics, and the queries of pages and dashboard."""
 
 import json
 import re
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def counts_of(**entries):
-    """A vector with these entries, each name's in their order."""
+    """Returns a vector with these entries; others are 0."""
     counts = [0] * LAYOUT.size
     for name, values in entries.items():
         begin = getattr(LAYOUT, name).start
@@ -39,14 +39,14 @@ COUNTS = counts_of(
     drift_down=[1 << 14],
     relaxable=[17],
     refused=[4, 0, 1, 0, 2],
-    # One request lost nothing, and three lost a nat between them.
+    # One request lost nothing, and three lost 1 nat in total.
     ended=[1, 0, 0, 3],
     ended_lost=[0, 0, 0, 1 << 16],
 )
 
 
 def exported(registry=prometheus_client.REGISTRY):
-    """Samples of this project's metrics: name and labels other than the model -> value."""
+    """Returns values of this project's metrics by name and labels other than the model."""
     return {
         (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")): (
             sample.value
@@ -58,7 +58,7 @@ def exported(registry=prometheus_client.REGISTRY):
 
 
 def check_exported(samples, engine, times):
-    """Whether the samples of an engine are `times` the counts of `COUNTS`."""
+    """Checks that the samples of an engine are `times` the counts of `COUNTS`."""
     assert samples[f"{RELAXABLE}_total", engine] == times * 17
     for name, entry in ((RELAXED, "relaxed"), (VERIFIED, "verified"), (ACCEPTED, "accepted")):
         for position, count in enumerate(COUNTS[getattr(LAYOUT, entry)]):
@@ -75,25 +75,25 @@ def check_exported(samples, engine, times):
 
 
 def dashboard_queries():
-    """What the panels of the Grafana dashboard ask Prometheus for."""
+    """Returns the queries of the Grafana dashboard's panels."""
     dashboard = json.loads((DOCS / "grafana-mars.json").read_text())
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
 def page_queries():
-    """The queries on the page about metrics."""
+    """Returns the queries on the page about metrics."""
     blocks = re.findall(r"```promql\n(.*?)\n```", (DOCS / "operating.md").read_text(), re.S)
-    # A line that is indented goes on with the one before it.
+    # An indented line continues the line before.
     return [query for block in blocks for query in re.split(r"\n(?! )", block)]
 
 
 def in_promql(query):
-    """A query with Grafana's variables filled in: all models, the last minute."""
+    """Fills in Grafana's variables: all models, the last minute."""
     return query.replace("$model_name", ".*").replace("$__rate_interval", "1m")
 
 
 def of_prometheus(program):
-    """Path of `prometheus` or `promtool`; without it the test that asks is skipped."""
+    """Returns the path of `prometheus` or `promtool`; skips the test if it is missing."""
     path = shutil.which(program)
     if path is None:
         pytest.skip(f"no {program} on PATH: apt install prometheus")

@@ -1,4 +1,4 @@
-"""What a draft is drawn from, by the definitions of the sampling parameters."""
+"""Distributions of drafts, by the definitions of the sampling parameters."""
 
 import numpy as np
 import torch
@@ -7,24 +7,23 @@ VOCAB = 40
 
 
 def logits_of(rows, generator):
-    """Random rows that bfloat16 holds, without ties, which top-k keeps."""
+    """Returns random rows that bfloat16 represents, without ties for top-k."""
     order = [torch.randperm(VOCAB, generator=generator) for _ in range(rows)]
     return torch.stack(order) / 8 - 2.5
 
 
 def distribution(logits, temperature, tokens, parameters, dtype=torch.float32):
-    """What a request's parameters make of a row, from their definitions, in double precision.
+    """Applies a request's parameters to a row in double precision.
 
     Args:
-        logits: of any vocabulary.
         temperature: above 0.
-        tokens: of the prompt, and of the output so far.
+        tokens: those of the prompt and those of the output.
         parameters: as in `ASKED`.
-        dtype: that penalized logits are kept in.
+        dtype: of penalized logits.
     """
     repetition, frequency, presence, k, p = parameters
     logits = np.array(logits, dtype=float)
-    in_prompt, counts = (np.bincount(own, minlength=len(logits)) for own in tokens)
+    in_prompt, counts = (np.bincount(ids, minlength=len(logits)) for ids in tokens)
     seen = (in_prompt > 0) | (counts > 0)
     logits *= np.where(seen, np.where(logits > 0, 1 / repetition, repetition), 1)
     logits -= frequency * counts + presence * (counts > 0)

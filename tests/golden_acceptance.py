@@ -1,10 +1,9 @@
-"""Acceptance of the packaged model with its head, by draft position, as it was once measured.
+"""Acceptance of the packaged model's head by draft position.
 
-    python tests/golden_acceptance.py       # measures again, and writes golden_acceptance.json
+    python tests/golden_acceptance.py       # measures and writes golden_acceptance.json
 
-Tokens per step are what speed comes from, and no other work on the machine changes them: a draft
-that is fed wrongly, or a rule that accepts less, shows here without a clock. One greedy engine
-answers under each rule in turn.
+Acceptance shows a wrongly fed draft, or a rule that accepts less, and does not depend on the
+machine's load. One greedy engine answers under each rule in turn.
 """
 
 import json
@@ -24,7 +23,7 @@ GOLDEN = Path(__file__).with_suffix(".json")
 K = 4
 MAX_TOKENS = 24
 ENGINE = {"skip_tokenizer_init": False, "max_model_len": 256, "max_num_batched_tokens": 256}
-# Of four kinds, short ones.
+# Short prompts of four kinds.
 PROMPTS = ("story-bridge", "json-inventory", "explain-yeast", "code-sql")
 NO_RULE = {"theta": None, "price": None}
 RULES = {
@@ -35,7 +34,7 @@ RULES = {
 
 
 def take_rule(worker, options):
-    """Runs in the worker: gives its sampler a rule, which a server is started with."""
+    """Runs in the worker; sets the rule of its sampler."""
     sampler = worker.model_runner.rejection_sampler
     engine_params = sampler.engine_params
     config = replace(engine_params.config, **{**NO_RULE, **options})
@@ -44,11 +43,7 @@ def take_rule(worker, options):
 
 
 def measure(model: Path) -> dict[str, dict[str, object]]:
-    """Answers the prompts under each rule.
-
-    Returns:
-        By rule the steps that verified a draft, and how many drafts were accepted at each position.
-    """
+    """Returns, by rule, the number of drafts and of accepted tokens at each position."""
     from vllm import SamplingParams
 
     texts = {prompt.id: prompt.turns[0] for prompt in load_prompts()}
@@ -57,7 +52,7 @@ def measure(model: Path) -> dict[str, dict[str, object]]:
     config = speculative_config(
         str(PACKAGED_HEAD), K, rejection_sample_method="mars", mars_theta=1.0
     )
-    found = {}
+    measured = {}
     with engine_in_process(model, config, **ENGINE) as llm:
 
         def counts():
@@ -70,8 +65,8 @@ def measure(model: Path) -> dict[str, dict[str, object]]:
             before = counts()
             llm.chat(chats, greedy, use_tqdm=False)
             drafts, *accepted = (now - then for now, then in zip(counts(), before, strict=True))
-            found[rule] = {"drafts": int(drafts), "accepted": [int(count) for count in accepted]}
-    return found
+            measured[rule] = {"drafts": int(drafts), "accepted": [int(count) for count in accepted]}
+    return measured
 
 
 if __name__ == "__main__":

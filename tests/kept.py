@@ -1,57 +1,53 @@
-"""What a server still holds of requests that have ended, told by itself.
+"""References that a server's processes still have to finished requests.
 
-`--worker-extension-cls kept.Engine --middleware kept.Api`, with this folder on PYTHONPATH: the
-first looks about in the process of the engine core and its worker, the other in that of the API.
+Used as `--worker-extension-cls kept.Engine --middleware kept.Api` with this folder on PYTHONPATH:
+the first inspects the engine core and its worker, the second the API server.
 """
 
 import gc
 from collections import Counter
 from typing import Any
 
-# In the ids of requests; in two parts, so that this module does not hold it.
+# Part of request ids; split, so that this module does not contain it.
 MARK = ("hostile", "-")
 
 
 def holders() -> dict[str, int]:
-    """Objects that hold a text with MARK in it, such as the id of a request, counted by kind."""
+    """Counts the objects that refer to a string with MARK, such as a request's id, by kind."""
     mark = "".join(MARK)
-    # vLLM hides what it starts with from the collector.
+    # vLLM freezes the objects of its start.
     gc.unfreeze()
     gc.collect()
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for holder in gc.get_objects():
-        held = gc.get_referents(holder)
-        # A dict of texts and numbers alone is not among the objects.
-        for inner in [item for item in held if type(item) is dict and not gc.is_tracked(item)]:
-            held += [*inner, *inner.values()]
-        # Not in a generator, which would hold the mark itself.
-        for item in held:
+        referents = gc.get_referents(holder)
+        # A dict of only strings and numbers is not tracked.
+        for inner in [item for item in referents if type(item) is dict and not gc.is_tracked(item)]:
+            referents += [*inner, *inner.values()]
+        # Not in a generator, which would refer to the mark.
+        for item in referents:
             if type(item) is str and mark in item:
-                found[f"{type(holder).__qualname__} {str(holder)[:200]}"] += 1
+                counts[f"{type(holder).__qualname__} {str(holder)[:200]}"] += 1
                 break
-    return dict(found)
+    return dict(counts)
 
 
 class Engine:
-    """A worker's further method."""
+    """Adds a method to the worker."""
 
     def kept(self) -> dict[str, int]:
-        """What the engine holds."""
+        """Returns the references in the engine core's process."""
         return holders()
 
 
 class Api:
-    """A middleware that answers GET /kept.
-
-    Args:
-        app: what answers all else.
-    """
+    """A middleware that answers GET /kept."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers, or hands on."""
+        """Answers, or calls the application."""
         from starlette.responses import JSONResponse
 
         is_ours = scope.get("path") == "/kept"

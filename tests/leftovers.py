@@ -1,6 +1,6 @@
-"""What a run of the tests leaves behind: processes, ended ones nobody waited for, and files.
+"""Processes, zombies and temporary files that a run of the tests leaves.
 
-All that it starts inherits the variable RUN, and takes the run's own directory for temporary files.
+Child processes inherit the variable RUN and use the run's directory for temporary files.
 """
 
 import contextlib
@@ -15,40 +15,40 @@ import psutil
 
 RUN = "VLLM_MARS_TEST_RUN"
 GRACE_SECONDS = 5
-# Ends with the process that it belongs to.
+# Ends with its parent process.
 PYTHONS_OWN = "multiprocessing.resource_tracker"
-# Files that libraries keep, and what an engine without `vllm serve` leaves: its sockets (a UUID)
-# and where its ranks meet. All go with the directory.
+# Caches of libraries, and files of engines without `vllm serve`: sockets (a UUID) and the ranks'
+# meeting point. They are removed with the directory.
 OF_OTHERS = ("torchinductor_*", "uv-*", "vllm_dist_*", "????????-????-????-????-????????????")
 
 
 def begin() -> None:
-    """Marks this process's children to come and gives them a directory for temporary files."""
-    # pytest's own stay where they are looked for after a failure.
+    """Marks later child processes and gives them a directory for temporary files."""
+    # pytest's temporary files must remain after a failure.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    # A short name: the paths of sockets have 107 characters at most.
+    # A short name, because paths of sockets have at most 107 characters.
     directory = tempfile.mkdtemp(prefix="mars-")
     os.environ[RUN] = os.environ["TMPDIR"] = tempfile.tempdir = directory
 
 
 def end() -> list[str]:
-    """Describes what is left of the run's processes and files, then removes the files."""
+    """Describes the run's remaining processes and files, then removes the files."""
     directory = Path(os.environ[RUN])
-    found = children(or_marked=True) + [
+    left = children(or_marked=True) + [
         f"file {path}"
         for path in sorted(directory.iterdir())
         if not any(fnmatch(path.name, pattern) for pattern in OF_OTHERS)
     ]
     shutil.rmtree(directory, ignore_errors=True)
-    return found
+    return left
 
 
 def children(or_marked: bool = False) -> list[str]:
-    """Describes this process's children, or all of the run, after some seconds' grace."""
+    """Describes this process's children, or all processes of the run, after a grace period."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while (found := list(_processes(or_marked))) and time.monotonic() < deadline:
+    while (left := list(_processes(or_marked))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return left
 
 
 def _processes(or_marked: bool):

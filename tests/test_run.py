@@ -1,4 +1,4 @@
-"""What a run of the tests promises: files stay whole, and nothing is left."""
+"""Promises of a run of the tests: groups share a worker, and nothing is left."""
 
 import os
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_a_group_stays_on_one_worker(request):
-    """pytest-xdist tells groups apart by the end of a test's id, where it is asked for groups."""
+    """With --dist loadgroup, pytest-xdist adds the group to a test's id."""
     is_grouped = getattr(request.config.option, "loadgroup", False)
     assert request.node.nodeid.endswith("@test_run") == is_grouped
 
@@ -25,7 +25,7 @@ from pathlib import Path
 
 def test_leaves_something():
     subprocess.Popen(["sleep", "300"])
-    # Popen would wait for it where it ends before the object goes.
+    # Not Popen, which would wait for it.
     ended = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
     Path(tempfile.gettempdir(), "left.txt").touch()
@@ -35,7 +35,7 @@ def test_leaves_something():
 @pytest.mark.parametrize(
     ("source", "status"), [("def test_is_clean():\n    pass\n", 0), (LEAVES, 1)]
 )
-def test_a_run_that_leaves_something_behind_fails(tmp_path, source, status):
+def test_a_run_that_leaves_something_fails(tmp_path, source, status):
     shutil.copy(ROOT / "tests/conftest.py", tmp_path)
     (tmp_path / "test_it.py").write_text(source)
     run = subprocess.run(
@@ -48,12 +48,12 @@ def test_a_run_that_leaves_something_behind_fails(tmp_path, source, status):
     )
     assert run.returncode == status, run.stdout + run.stderr
     assert "1 passed" in run.stdout
-    told = run.stdout.partition("left behind by this run")[2]
+    report = run.stdout.partition("left behind by this run")[2]
     if status == 0:
-        assert not told
+        assert not report
         return
-    (left,) = re.findall(r"process (\d+) \(sleep\) of \d+: sleep 300", told)
+    (left,) = re.findall(r"process (\d+) \(sleep\) of \d+: sleep 300", report)
     os.kill(int(left), signal.SIGKILL)
-    assert re.search(r"process \d+ \(true\) of \d+: ended, but nobody waited for it", told)
-    (file,) = re.findall(r"file (/.+/left.txt)", told)
+    assert re.search(r"process \d+ \(true\) of \d+: ended, but nobody waited for it", report)
+    (file,) = re.findall(r"file (/.+/left.txt)", report)
     assert not Path(file).parent.exists()

@@ -1,9 +1,9 @@
-"""vLLM's own sampling on a CPU, mended, which the product is compared with.
+"""Corrections of vLLM's sampling on a CPU, with which the product is compared.
 
-Two kernels of vLLM 0.32.0 make its sampled output wrong under speculation, without any error:
+Two CPU kernels of vLLM 0.32.0 produce wrong tokens for sampled requests under speculation:
 
-- `expand_kernel` fills an int64 copy of its output and drops it, so for float32 and int32 the
-  temperature, top-k and top-p of sampled requests are uninitialised memory.
+- `expand_kernel` fills an int64 copy of its output, so float32 and int32 outputs (temperature,
+  top-k and top-p) are uninitialised memory.
 - `rejection_random_sample_kernel` uses the padding draft id -1 as an index.
 """
 
@@ -45,10 +45,9 @@ def random_sample(
     uniform_probs: torch.Tensor,
     *rest: Any,
 ) -> None:
-    """Runs vLLM's `rejection_random_sample_kernel` with padding drafts kept out of its indexing.
+    """Runs vLLM's `rejection_random_sample_kernel` without padding ids.
 
-    A padding draft stands as token 0 with an infinite uniform number, which no probability reaches,
-    so it is rejected. Arguments as in vLLM's kernel.
+    A padding id is replaced by token 0 with an infinite uniform number, so it is rejected.
     """
     original(
         output_token_ids,
@@ -70,12 +69,12 @@ _MENDED: dict[str, Callable[..., None]] = {
 
 
 def mend() -> None:
-    """Puts the mended kernels in place of vLLM's CPU kernels, once per process.
+    """Replaces vLLM's CPU kernels, once per process.
 
-    vLLM's registry holds each in a `KernelOverride` that everything launches. Registering a second
-    time would scan every loaded module again, which vLLM 0.32 does not survive.
+    vLLM's registry has a `KernelOverride` for each. Registering again would scan every loaded
+    module, at which vLLM 0.32 fails.
     """
-    # With a Triton that drives this CPU, vLLM runs its Triton kernels, which are right.
+    # With the Triton interpreter vLLM runs its Triton kernels, which are right.
     if HAS_TRITON:
         return
     for name, mended in _MENDED.items():

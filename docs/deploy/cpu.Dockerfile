@@ -1,5 +1,5 @@
 # Neither run nor built: no Docker daemon was available. Linted, and checked by
-# tests/test_deploy.py. From the repository's root; an index of your own is --build-arg PIP_EXTRA_INDEX_URL=...:
+# tests/test_deploy.py. From the repository's root; another index is --build-arg PIP_EXTRA_INDEX_URL=...:
 #
 #   docker build -f docs/deploy/cpu.Dockerfile -t vllm-mars:cpu .
 

@@ -11,7 +11,7 @@ WORKDIR /opt/vllm-mars
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY vllm_mars vllm_mars
 COPY kernels kernels
-# Beside the vLLM of the image, which stays as it is: of what the package needs only wrapt may be new.
+# The vLLM of the image does not change: of the package's requirements only wrapt may be missing.
 RUN uv pip install --system --no-cache .
 
 WORKDIR /

@@ -1,28 +1,27 @@
 #!/usr/bin/env bash
-# Does an answer stay right? lm-eval asks a running server each question strictly and with MARS:
+# Scores the answers of a running server with lm-eval, strictly and with MARS:
 #
 #   examples/evaluate/evaluate.sh http://localhost:8000                          # a task of 28 texts
 #   examples/evaluate/evaluate.sh http://localhost:8000 gsm8k_cot --limit 200    # one of lm-eval's
 #
-# It needs `pip install '.[evaluate]'`, on the server's machine or elsewhere. It measures the server's
-# own setting, or the bound of MAX_LOSS, and says which (lossy.py): a server with theta is measured
-# without a bound. TEMPERATURE is 0 by default, with theta 1, and SEEDS is "1 2 3" above 0. Take tasks
-# that generate: multiple choice verifies no draft. pairs.py prints the table, and how large a loss it
-# can show.
+# It needs `pip install '.[evaluate]'`, on any machine. It measures the server's setting, or the bound
+# MAX_LOSS, and prints which (lossy.py); with theta there is no bound. TEMPERATURE is 0 by default, or 1
+# with theta; SEEDS is "1 2 3" above 0. Use generation tasks, since multiple choice verifies no draft.
+# pairs.py prints the table and the smallest loss that it can show.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export PATH="$here/../../.venv/bin:$PATH"
 url=${1:?the address of a server, such as http://localhost:8000} task=${2:-$here/first_sentence.yaml}
 output=${OUTPUT:-build/evaluate}
 for given in "${@:3}"; do
-    # lm-eval would take the last one, and lose what makes the difference.
+    # lm-eval would use the last one, and both rules would be the same.
     if [[ ${given//-/_} == __@(gen_kwargs|model|model_args|output_path)* ]]; then
         echo "error: $given is this script's own; set TEMPERATURE, SEEDS or OUTPUT instead." >&2
         exit 2
     fi
 done
-told=$(python "$here/../lossy.py" "$url")
-temperature=${TEMPERATURE:-$([[ $told == mars_theta* ]] && echo 1 || echo 0)}
+rule_of_server=$(python "$here/../lossy.py" "$url")
+temperature=${TEMPERATURE:-$([[ $rule_of_server == mars_theta* ]] && echo 1 || echo 0)}
 seeds=${SEEDS:-$([[ $temperature =~ ^[0.]+$ ]] && echo 1 || echo 1 2 3)}
 echo "Temperature $temperature, seeds: $seeds" >&2
 model=$(curl --fail --silent --show-error "$url/v1/models" |
@@ -31,8 +30,8 @@ model=$(curl --fail --silent --show-error "$url/v1/models" |
 rm -rf "$output/strict" "$output/mars"
 for seed in $seeds; do
     for rule in strict mars; do
-        # One key makes the difference.
-        body=$([ $rule = strict ] && echo '{"vllm_xargs": {"mars_max_loss": 0}}' || echo "${told#* }")
+        # The rules differ only in this key.
+        body=$([ $rule = strict ] && echo '{"vllm_xargs": {"mars_max_loss": 0}}' || echo "${rule_of_server#* }")
         lm_eval run --model local-chat-completions --apply_chat_template --tasks "$task" --log_samples \
             --model_args "model=$model,base_url=$url/v1/chat/completions,num_concurrent=4,tokenized_requests=False,seed=$seed" \
             --gen_kwargs "{\"temperature\": $temperature, ${body#\{}" \

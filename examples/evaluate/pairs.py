@@ -1,4 +1,4 @@
-"""Compares two outputs of lm-eval question by question, and says how large a loss they can show.
+"""Compares two outputs of lm-eval by question, with the smallest loss that they can show.
 
 A directory may hold several runs, such as one for each seed: a question's score is their mean.
 
@@ -12,32 +12,32 @@ from pathlib import Path
 
 
 def scores(directory: Path) -> dict[tuple[str, str], dict[str, float]]:
-    """Task and metric -> question -> score, as `lm_eval --log_samples` leaves them.
+    """Reads the scores by task and metric, and by question, from `lm_eval --log_samples`.
 
     Raises:
         ValueError: there is no output of lm-eval.
     """
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    runs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for path in sorted(directory.rglob("samples_*.jsonl")):
         task = path.name.removeprefix("samples_").rpartition("_")[0]
         for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n"):
-            it = json.loads(line)
-            for metric in it["metrics"]:
-                name = f"{metric}, {it['filter']}"
-                questions = found.setdefault((task, name), {})
-                questions.setdefault(it["doc_hash"], []).append(float(it[metric]))
-    if not found:
+            sample = json.loads(line)
+            for metric in sample["metrics"]:
+                name = f"{metric}, {sample['filter']}"
+                questions = runs.setdefault((task, name), {})
+                questions.setdefault(sample["doc_hash"], []).append(float(sample[metric]))
+    if not runs:
         raise ValueError(f"{directory} has no samples_*.jsonl; run lm_eval with --log_samples.")
     return {
-        name: {question: sum(of) / len(of) for question, of in questions.items()}
-        for name, questions in found.items()
+        name: {question: sum(values) / len(values) for question, values in questions.items()}
+        for name, questions in runs.items()
     }
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
-    """The mean of differences between -1 and 1, and half the width of its 95 % interval.
+    """Returns the mean of differences in [-1, 1], and half the width of its 95% interval.
 
-    Two more questions, one for each side, keep few questions honest (Bonett and Price, 2012).
+    One added question for each side corrects it for few questions (Bonett and Price, 2012).
     """
     values = [*differences, 1.0, -1.0]
     mean = sum(values) / len(values)
@@ -46,7 +46,7 @@ def interval(differences: list[float]) -> tuple[float, float]:
 
 
 def main(strict: Path, mars: Path) -> None:
-    """Prints a table with a line for each metric, and under it what it can tell."""
+    """Prints a table with a line for each metric, and the smallest loss that it can show."""
     before, after = scores(strict), scores(mars)
     print("| task | metric | questions | strict | MARS | MARS - strict, points | changed |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")

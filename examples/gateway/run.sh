@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Two teams before one server, which is strict unless a request asks (docs/serving.md). After `make demo`:
+# Two teams share a server that is lossy on request (docs/serving.md). After `make demo`:
 #
 #   CHAT_KEY=... BILLING_KEY=... examples/gateway/run.sh
 #
-# Then http://localhost:4000/v1 takes both keys: chat's answers may lose 0.02 nats per token, those of
-# billing are strict, whatever their requests ask for. Nobody but the gateway knows the server's key.
+# Then http://localhost:4000/v1 takes both keys: chat's answers may lose 0.02 nats per token, and those
+# of billing are strict, whatever options a request has. Only the gateway knows the server's key.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PATH="$PWD/.venv/bin:$PATH"
@@ -17,7 +17,7 @@ export VLLM_API_KEY LITELLM_MASTER_KEY
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
 trap 'kill $(jobs -p); wait' EXIT
 
-# On a GPU: `vllm serve MODEL`, with a head of its own and without the last line's options.
+# On a GPU: `vllm serve MODEL` with its head, without the options of the last line.
 vllm-mars serve "$(vllm-mars model)" --served-model-name model \
     --host 127.0.0.1 --port "$server_port" --max-model-len 2048 \
     --speculative-config '{
@@ -27,7 +27,7 @@ vllm-mars serve "$(vllm-mars model)" --served-model-name model \
     --enforce-eager --dtype float32 &
 # Without a network LiteLLM would try three times to fetch prices.
 export LITELLM_LOCAL_MODEL_COST_MAP=True
-# In an environment of its own: LiteLLM's proxy wants older packages than vLLM.
+# In another environment, because LiteLLM's proxy needs older packages than vLLM.
 uvx --python "$(command -v python)" --from 'litellm[proxy]==1.108.7' \
     litellm --config examples/gateway/litellm.yaml --host 127.0.0.1 --port "$port" &
 wait -n

@@ -1,4 +1,4 @@
-"""LiteLLM's hooks: a key belongs to a team, and the team says how its answers are verified."""
+"""LiteLLM's hooks: a key belongs to a team, whose setting decides how answers are verified."""
 
 import os
 from typing import Any
@@ -7,13 +7,13 @@ from fastapi import Request
 from litellm.integrations.custom_logger import CustomLogger
 from litellm.proxy._types import ProxyException, UserAPIKeyAuth
 
-# What a team's requests bring to the server, whatever they asked for; nothing is strict.
+# Options of a team's requests, which replace those of a request; without options it is strict.
 TEAMS: dict[str, dict[str, Any]] = {"chat": {"mars_max_loss": 0.02}, "billing": {}}
 KEYS = {os.environ[f"{team.upper()}_KEY"]: team for team in TEAMS}
-# LiteLLM also hands whole requests on, under other paths and past the hook below.
+# Under other paths LiteLLM forwards whole requests without the hook below.
 PATHS = {"/v1/models", "/v1/chat/completions", "/v1/completions"}
-# What a body may have. LiteLLM acts on other keys: `fallbacks` and its like replace parts of a
-# request after its first try, past the hook below.
+# Allowed keys of a body. Some others, such as `fallbacks`, replace parts of a request after its
+# first try, without the hook below.
 BODY = {
     *("model", "messages", "prompt", "suffix", "stream", "stream_options", "n", "echo", "stop"),
     *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed"),
@@ -25,10 +25,10 @@ BODY = {
 
 
 async def authenticate(request: Request, api_key: str) -> UserAPIKeyAuth:
-    """The team of a key.
+    """Returns the team of a key.
 
     Raises:
-        ProxyException: no team has this key, or nobody may ask for this path or send this body.
+        ProxyException: no team has this key, or the path or the body is not allowed.
     """
     if api_key not in KEYS:
         raise ProxyException("This key belongs to no team.", "auth_error", "api_key", 401)
@@ -44,17 +44,17 @@ async def authenticate(request: Request, api_key: str) -> UserAPIKeyAuth:
 
 
 class Rule(CustomLogger):
-    """Replaces `vllm_xargs` by the team's own before a request goes to the server."""
+    """Replaces `vllm_xargs` by the team's before a request goes to the server."""
 
     async def async_pre_call_hook(
         self, user_api_key_dict: UserAPIKeyAuth, cache: Any, data: dict[str, Any], call_type: str
     ) -> dict[str, Any]:
         """Returns the body of the request as the server gets it."""
-        # LiteLLM merges what stands in `extra_body` into the body.
+        # LiteLLM merges `extra_body` into the body.
         for key in ("vllm_xargs", "extra_body"):
             data.pop(key, None)
-        if own := TEAMS[user_api_key_dict.team_id]:
-            data["vllm_xargs"] = dict(own)
+        if options := TEAMS[user_api_key_dict.team_id]:
+            data["vllm_xargs"] = dict(options)
         return data
 
 

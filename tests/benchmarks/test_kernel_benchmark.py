@@ -1,4 +1,4 @@
-"""The GPU benchmark, without a GPU: its dry run and its check of the tokens."""
+"""The GPU benchmark without a GPU: its refusal and its check of the tokens."""
 
 import os
 import subprocess
@@ -13,22 +13,16 @@ from benchmarks.clocks import ThreadClock
 from benchmarks.kernel import MismatchError
 from benchmarks.step_v2 import Shape, Step
 
-ROOT = Path(__file__).parents[2]
 
-
-def run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernel", *arguments],
-        cwd=ROOT,
+def test_without_a_gpu_it_says_so_and_ends_with_2():
+    child = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kernel"],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=500,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
-
-
-def test_without_a_gpu_it_says_so_and_ends_with_2():
-    child = run()
     assert child.returncode == 2
     assert "benchmarks.kernel needs a CUDA GPU; --dry-run runs tiny shapes" in child.stderr
 

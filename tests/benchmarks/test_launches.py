@@ -1,4 +1,4 @@
-"""What a step of the runner launches, counted on torch's meta device."""
+"""Launches of a runner's step, counted on torch's meta device."""
 
 import json
 import subprocess
@@ -17,10 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    """The lines and the file of one run.
-
-    In a process of its own vLLM takes its Triton kernels.
-    """
+    """The lines and the file of one run, in a new process in which vLLM uses its Triton kernels."""
     path = tmp_path_factory.mktemp("launches") / "host.json"
     child = subprocess.run(
         [sys.executable, "-m", "benchmarks.launches", "--rounds", "2", "--output", str(path)],
@@ -36,10 +33,10 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cases(output):
-    """The rows of what is launched, by case."""
-    found = {row["case"]: row for row in output[0] if "case" in row}
-    assert len(found) == 21
-    return found
+    """The rows of launches by case."""
+    rows = {row["case"]: row for row in output[0] if "case" in row}
+    assert len(rows) == 21
+    return rows
 
 
 def test_without_a_compiler_it_says_so_and_ends_with_2(monkeypatch, capsys):
@@ -64,7 +61,7 @@ def test_greedy_steps(cases, case):
 
 
 def test_other_steps_launch_no_more_than_vllms(cases):
-    """They are called as vLLM's runner does, by which a grammar that is not there would be seen."""
+    """They are called as vLLM's runner does, so a needless grammar would be counted."""
     for case, row in cases.items():
         if case.endswith(("sampled", "mixed")):
             assert row["launches"] <= row["standard"], case
@@ -73,7 +70,7 @@ def test_other_steps_launch_no_more_than_vllms(cases):
 
 
 def test_requests_that_leave_and_come(cases):
-    """A launch for those that end, however many; a copy and a launch for those that come."""
+    """One launch for all that end; a copy and a launch for all that come."""
     row = cases["two requests end and two come"]
     assert row["launches"] - row["standard"] <= 3
 
@@ -81,8 +78,8 @@ def test_requests_that_leave_and_come(cases):
 def test_mixed_steps_cost_at_most_a_greedy_and_a_sampled_one(cases):
     for case, row in cases.items():
         if case.endswith("mixed"):
-            alone = [cases[case.replace("mixed", kind)] for kind in ("greedy", "sampled")]
-            assert row["launches"] <= sum(one["launches"] for one in alone)
+            both = [cases[case.replace("mixed", kind)] for kind in ("greedy", "sampled")]
+            assert row["launches"] <= sum(one["launches"] for one in both)
 
 
 def test_the_file_of_host_times_makes_a_table(output):
@@ -91,7 +88,7 @@ def test_the_file_of_host_times_makes_a_table(output):
     for row in file["rows"]:
         times = dict(zip([name for name, *_ in file["columns"]], row, strict=True))
         assert ("probabilistic" in times["step"]) == (times["vLLM, block, us"] is not None)
-        # A step is its verification and more, but so few rounds tell nothing else.
+        # With so few rounds a whole step may seem shorter than its verification.
         for name in ("vLLM, standard, us", "MARS, us", "MARS, strict, us"):
             assert 0 < times[name] and 0 < times[f"whole step: {name}"]
         best = "vLLM, block, us" if "probabilistic" in times["step"] else "vLLM, standard, us"

@@ -5,7 +5,7 @@ from benchmarks.near_ties import THETAS, rows_of
 
 
 def test_near_ties_are_counted_by_theta():
-    """Of five positions one is no tie at any theta and one, below 0, never is."""
+    """Two of five positions are never a tie: one has a large gap, one a negative logit."""
     logits = np.array([[10, 9.7], [10, 9.1], [10, 8.5], [10, 1], [-1, -1.01]])
     (heading,), *rows = rows_of("a model", {"one": logits[:3], "two": logits[3:]})
     assert heading.startswith("a model, 2 answers, 5 positions, largest logit 10.0")

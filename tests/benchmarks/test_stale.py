@@ -1,4 +1,4 @@
-"""No figure goes stale unseen: each file's commit against the last change of what it depends on."""
+"""Stale figures: each file's commit against the last change of its dependencies."""
 
 import json
 import re
@@ -8,22 +8,17 @@ import pytest
 
 from benchmarks import figures
 
-# By what index.json says that a file depends on: arguments of `git log`. The golden tokens are
-# those of lossy steps, so they change with the rule and with nothing else; the numbers are the
-# defaults.
+# Arguments of `git log` for each dependency in index.json. The golden tokens of lossy steps change
+# only with the rule; the constants are the defaults.
 CHANGES = {
     "rule": [
         ["--", "tests/gpu/golden_tokens.json"],
-        [
-            "-GFIXED_PRICE, DRAWN_PRICE =|_DEFAULT_DRAFT_TEMPERATURE =",
-            "--",
-            "vllm_mars/*config.py",
-        ],
+        ["-GFIXED_PRICE, DRAWN_PRICE =|_DEFAULT_DRAFT_TEMPERATURE =", "--", "vllm_mars/*config.py"],
     ],
     "head": [["--", "vllm_mars/*/smollm2-135m-eagle3/model.safetensors"]],
     "kernels": [["--", "kernels", "vllm_mars/*/sampler_v2.py"]],
 }
-# Commits that gave files other places and names, and changed nothing of what they do.
+# Commits that only moved or renamed files.
 MOVES = ("1e79f4e", "31c5bcd", "4d45322")
 FILES = {path.stem: path for path in figures.RESULTS.glob("*.json") if path.stem != "index"}
 
@@ -44,23 +39,22 @@ def history():
 
 
 def commits(name):
-    """Of the runs of a file."""
-    text = FILES[name].read_text()
-    found = set(re.findall(r'"git_commit": ?"([0-9a-f]{40})', text))
-    assert found, f"{name} names no commit"
-    return {figures.landed(it) for it in found}
+    """Returns the commits of a file's runs."""
+    named = re.findall(r'"git_commit": ?"([0-9a-f]{40})', FILES[name].read_text())
+    assert named, f"{name} names no commit"
+    return {figures.landed(commit) for commit in named}
 
 
 def changed(name, depends_on):
-    """The first commit found that changed what a file depends on after it was measured."""
+    """Returns a commit that changed a dependency of a file after its measurement, if any."""
     for commit in commits(name):
         assert git("merge-base", "--is-ancestor", commit, "HEAD") is not None, (
             f"{name}: {commit} is not in the history; measure again, or name the commit that landed"
         )
         for which in depends_on:
             for arguments in CHANGES[which]:
-                found = git("log", "--format=%h %s", f"{commit}..HEAD", *arguments) or ""
-                after = [line for line in found.splitlines() if not line.startswith(MOVES)]
+                log = git("log", "--format=%h %s", f"{commit}..HEAD", *arguments) or ""
+                after = [line for line in log.splitlines() if not line.startswith(MOVES)]
                 if after:
                     return f"{which}: {after[0]}"
     return None
@@ -71,7 +65,7 @@ def test_the_index_names_each_file():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_says_what_has_changed_since(history, name):
+def test_a_stale_file_is_marked(history, name):
     known = figures.index()[name]
     after = changed(name, known["of"])
     if "stale" in known:
@@ -83,7 +77,7 @@ def test_a_file_says_what_has_changed_since(history, name):
         )
 
 
-def test_what_has_changed_stands_below_each_table(monkeypatch):
+def test_the_mark_is_below_each_table(monkeypatch):
     known = {"reading": {"tells": "", "of": [], "stale": "Of last year."}}
     monkeypatch.setattr(figures, "index", lambda: known)
     *_, line = figures.lines("answers", "", figures.RESULTS)
@@ -94,7 +88,7 @@ def test_what_has_changed_stands_below_each_table(monkeypatch):
 
 
 def test_a_figure_before_a_change_is_found(history, tmp_path, monkeypatch):
-    """The demo of the rule before 3575cce, which pages once showed as today's."""
+    """A demo of the rule before 3575cce."""
     old = {"git_commit": "a192582c8634c4087a86459330e63e3e475a4208"}
     (path := tmp_path / "demo.json").write_text(json.dumps({"run": old}))
     monkeypatch.setitem(FILES, "demo", path)

@@ -1,4 +1,4 @@
-"""Rules judged in the same states: what is judged of a step is what the step does, on average."""
+"""Rules judged in the same states: the expectation for a step is its mean result."""
 
 import math
 
@@ -24,15 +24,15 @@ def judge(monkeypatch):
 
 
 def judged(judge, name):
-    """What was judged of a rule at each place; nothing of a request that had ended."""
+    """Returns the sums of a rule by request; requests that had ended have none."""
     return {
-        int(place): dict(zip(states.SUMS, of[name], strict=True))
-        for place, of in judge.sums.items()
+        int(request): dict(zip(states.SUMS, by_rule[name], strict=True))
+        for request, by_rule in judge.sums.items()
     }
 
 
 def a_call(number, price, sampled=False):
-    """A step in which all requests have the price, and no bound."""
+    """A step whose requests all have the price and no bound."""
     call = Call(number, "price", sampled)
     call.records.value.fill_(round(price * 2**16))
     call.records.rate.fill_(states.NO_BOUND)
@@ -46,18 +46,18 @@ def test_a_greedy_step(judge, rule):
         judge.sums = {}
         call = a_call(number, RULES[rule])
         output, _ = on_cpu(call, call.step_counters())
-        for place, of in judged(judge, rule).items():
-            ends = set(call.records.stop_ids[int(call.slots[place])].tolist())
-            emitted = [it for it in output.output_token_ids[place].tolist() if it >= 0]
-            assert of["steps"] == 1 and of["tokens"] == len(emitted)
+        for request, sums in judged(judge, rule).items():
+            ends = set(call.records.stop_ids[int(call.slots[request])].tolist())
+            emitted = [token for token in output.output_token_ids[request].tolist() if token >= 0]
+            assert sums["steps"] == 1 and sums["tokens"] == len(emitted)
             if not ends & set(emitted):
-                assert of["lost"] == float(output.lost[place]) / 2**16
+                assert sums["lost"] == float(output.lost[request]) / 2**16
 
 
 @pytest.mark.parametrize("is_probabilistic", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_that_samples(judge, rule, is_probabilistic):
-    """By its mean over 400 draws."""
+def test_a_sampled_step(judge, rule, is_probabilistic):
+    """Compares with the mean of 400 samples."""
     call = a_call(4, RULES[rule], sampled=True)
     call.temperature = torch.ones(call.batch)
     assert min(call.lengths) < max(call.lengths)
@@ -68,9 +68,8 @@ def test_a_step_that_samples(judge, rule, is_probabilistic):
             call.temperature, rng.random(sum(call.lengths)), q
         )
         records = step.records._replace(table=step.records.table.clone())
-        own = step._replace(records=records)
         output = reference.verify(
-            own,
+            step._replace(records=records),
             call.engine_params,
             call.constraints,
             None,
@@ -79,12 +78,12 @@ def test_a_step_that_samples(judge, rule, is_probabilistic):
         )
         counts.append(output.num_emitted.tolist())
         lost.append((output.lost / 2**16).tolist())
-    for place, of in judged(judge, rule).items():
-        tokens, nats = np.array(counts)[:, place], np.array(lost)[:, place]
-        assert of["steps"] == 400
-        for found, name in ((tokens, "tokens"), (nats, "lost")):
-            error = 4 * found.std() / math.sqrt(400) + LONGEST * 2**-15
-            assert of[name] / 400 == pytest.approx(found.mean(), abs=error), (place, name)
+    for request, sums in judged(judge, rule).items():
+        assert sums["steps"] == 400
+        for name, all_samples in (("tokens", counts), ("lost", lost)):
+            values = np.array(all_samples)[:, request]
+            error = 4 * values.std() / math.sqrt(400) + LONGEST * 2**-15
+            assert sums[name] / 400 == pytest.approx(values.mean(), abs=error), (request, name)
 
 
 def test_the_table():
@@ -96,13 +95,13 @@ def test_the_table():
         for prompt in range(3)
     }
     point = {"k": 4, "drafts": "probabilistic", "temperature": 1.0, "draft_temperature": None}
-    (title, strict, own) = states.report([{**point, "sums": sums}])
+    (title, strict, bounded) = states.report([{**point, "sums": sums}])
     assert title == ["temperature 1, probabilistic drafts, K 4"]
     assert strict[:5] == ["strict", 3, 2.0, 1.0, None] and strict[-1] == 1.0
-    assert own[2][0] == 2.3 and own[3][0] == 1.15 and own[-1] == 0.95
-    assert own[5][0] == pytest.approx(1.32 / 69, abs=1e-5)
-    # vLLM's default is strict with fixed drafts, which is told last.
-    fixed = {it: {"strict": [16.0, 10.0, 0.0, 0.0, 16.0, 0.0, 0.0]} for it in sums}
+    assert bounded[2][0] == 2.3 and bounded[3][0] == 1.15 and bounded[-1] == 0.95
+    assert bounded[5][0] == pytest.approx(1.32 / 69, abs=1e-5)
+    # vLLM's default, strict with fixed drafts, comes last.
+    fixed = {prompt: {"strict": [16.0, 10.0, 0.0, 0.0, 16.0, 0.0, 0.0]} for prompt in sums}
     lines = [{**point, "drafts": "greedy", "sums": fixed}, {**point, "sums": sums}]
     rows = states.report(lines)
     assert [row[0] for row in rows[:3]] == [title[0], "strict", "bound 0.02"]

@@ -1,4 +1,4 @@
-"""How `benchmarks.tasks` scores answers and compares rules."""
+"""Scores and comparisons of `benchmarks.tasks`."""
 
 import json
 
@@ -77,7 +77,7 @@ def line(rule, problem, right, tokens, steps, ended=1):
     }
 
 
-def test_rules_are_compared_on_the_problems_that_strict_answered():
+def test_rules_are_compared_on_common_problems():
     lines = [
         line("strict", "a", True, 11, 5),
         line("strict", "b", True, 21, 10),
@@ -103,13 +103,20 @@ def test_rules_are_compared_on_the_problems_that_strict_answered():
 
 
 @pytest.mark.engine
-def test_a_stopped_call_goes_on(bytes_model, tmp_path, capsys):
+def test_a_stopped_call_resumes(bytes_model, tmp_path, capsys):
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     output = tmp_path / "out.jsonl"
-    arguments = [str(output), "--model", str(bytes_model), "--draft", str(bytes_model)]
-    arguments += ["--tasks", f"chat={questions}", "--max-tokens", "12", "--dtype", "float32"]
-    arguments += ["--rules", "strict", "mars_price=2", "--sampling", '{"temperature": 0.8}']
+    arguments = [
+        str(output),
+        f"--model={bytes_model}",
+        f"--draft={bytes_model}",
+        f"--tasks=chat={questions}",
+        "--max-tokens=12",
+        "--dtype=float32",
+        *("--rules", "strict", "mars_price=2"),
+        '--sampling={"temperature": 0.8}',
+    ]
     tasks.main(arguments)
     first = output.read_text().splitlines()
     assert len(first) == 1 + 2 * 2

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and how it fails."""
+"""The command line: output, exit status, errors."""
 
 import importlib.util
 import os
@@ -42,21 +42,26 @@ def test_the_lock_refuses_a_lossy_demo(monkeypatch, capsys):
 
 
 def test_serve_passes_every_argument_on_to_vllm(monkeypatch):
-    """In this process's place, so that signals and the exit status are vLLM's own."""
-    put_in_place = []
-    monkeypatch.setattr(os, "execv", lambda *arguments: put_in_place.append(arguments))
-    for given in (["--help"], ["m", "--port", "1", "--", "-x", ""], ["--version", "--theta=1"], []):
-        main(["serve", *given])
-        path, command = put_in_place.pop()
+    """vLLM replaces the process, so signals and the exit status are those of vLLM."""
+    calls = []
+    monkeypatch.setattr(os, "execv", lambda *arguments: calls.append(arguments))
+    for arguments in (
+        ["--help"],
+        ["m", "--port", "1", "--", "-x", ""],
+        ["--version", "--theta=1"],
+        [],
+    ):
+        main(["serve", *arguments])
+        path, command = calls.pop()
         assert (path, command[0]) == (sys.executable, sys.executable)
-        assert command[1:] == ["-m", "vllm_mars.cli.serve", "serve", *given]
+        assert command[1:] == ["-m", "vllm_mars.cli.serve", "serve", *arguments]
 
 
 def test_serve_needs_vllm(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["serve", "model"]) == 1
-    needed = "error: vllm-mars serve needs vLLM; run pip install '.[cuda]' in the checkout"
-    assert capsys.readouterr().err.startswith(needed)
+    message = "error: vllm-mars serve needs vLLM; run pip install '.[cuda]' in the checkout"
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_prompt_files(tmp_path):
@@ -66,15 +71,15 @@ def test_prompt_files(tmp_path):
         ("1", "", ("a",)),
         ("7", "c", ("b", "d")),
     ]
-    # JSON allows the line separator of Unicode within a text.
+    # JSON allows Unicode's line separator in a string.
     path.write_text('{"prompt": "a\u2028b"}\r\n', encoding="utf-8")
     assert [p.turns for p in load_prompts(path)] == [("a\u2028b",)]
-    # As a table with empty cells is exported.
+    # A table with empty cells is exported with nulls.
     empty = ', "id": null, "task_id": null, "category": null, "turns": null}\n'
     path.write_text('{"prompt": "a"' + empty + '{"prompt": "b"' + empty)
-    found = [(p.id, p.category, p.turns) for p in load_prompts(path)]
-    assert found == [("1", "", ("a",)), ("2", "", ("b",))]
-    # As Windows marks it.
+    prompts = [(p.id, p.category, p.turns) for p in load_prompts(path)]
+    assert prompts == [("1", "", ("a",)), ("2", "", ("b",))]
+    # With the byte-order mark of Windows.
     path.write_text('{"prompt": "a"}\r\n', encoding="utf-8-sig")
     assert [p.turns for p in load_prompts(path)] == [("a",)]
 

@@ -1,4 +1,4 @@
-"""`vllm-mars doctor`: what it finds in this environment, and at servers that stand in for vLLM."""
+"""`vllm-mars doctor` in this environment, and at fake servers."""
 
 import importlib.metadata
 import importlib.util
@@ -13,7 +13,7 @@ from vllm_mars.cli.__main__ import main
 from vllm_mars.cli.doctor import findings_at, findings_here
 from vllm_mars.servers.scrape import ALLOWED
 
-# How the counters of a server rise with each answer.
+# Increase of a server's counters with each answer.
 GAINS = {"verified": 30, "relaxable": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
 COUNTERS = {
     "verified": 'vllm:mars_verified_positions_total{position="0"}',
@@ -25,30 +25,34 @@ TOKENS = 48
 
 
 @contextmanager
-def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabilistic", info=()):
-    """A server that counts so much for each answer and tells this of its verification.
+def server(
+    increase, report, metrics=None, refuses=None, draft_sample_method="probabilistic", info=()
+):
+    """Runs a fake server; yields its address and a list of the requests' bodies.
 
-    `told` may be a function of what a request asks for, `refuses` of a request's body, which says
-    why it is refused.
-
-    Yields its address and the bodies of the requests that it was asked.
+    Args:
+        increase: of the counters with each answer.
+        report: of `mars_return`, or a function that makes it from the `vllm_xargs`; None: none.
+        metrics: text of /metrics instead of the counters.
+        refuses: returns from a body why it is refused, if it is.
+        info: further lines of /metrics.
     """
-    asked = []
+    bodies = []
     drafts = {"draft_sample_method": draft_sample_method, "log_ratios": [0.0]}
 
     def exported():
-        lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(asked)}", *info]
+        lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(bodies)}", *info]
         for name, metric in COUNTERS.items():
-            # Not from 0: others have asked before.
-            lines.append(f"{metric} {5 + rise.get(name, 0) * len(asked)}")
-        for reason, count in rise.get("refused", {}).items():
-            value = count * len(asked)
+            # Not from 0, because of earlier requests.
+            lines.append(f"{metric} {5 + increase.get(name, 0) * len(bodies)}")
+        for reason, count in increase.get("refused", {}).items():
+            value = count * len(bodies)
             lines.append(f'vllm:mars_refused_positions_total{{reason="{reason}"}} {value}')
         return "\n".join(lines) + "\n"
 
     class Server(Handler):
-        def answer_json(self, found, status=200):
-            self.answer(status, json.dumps(found), "application/json")
+        def answer_json(self, content, status=200):
+            self.answer(status, json.dumps(content), "application/json")
 
         def do_GET(self):  # noqa: N802
             if self.path == "/v1/models":
@@ -62,34 +66,32 @@ def server(rise, told, metrics=None, refuses=None, draft_sample_method="probabil
             if refuses and (why := refuses(body)):
                 self.answer_json({"error": {"message": why}}, 400)
                 return
-            asked.append(body)
+            bodies.append(body)
             choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
             usage = {"prompt_tokens": 1, "completion_tokens": TOKENS, "total_tokens": TOKENS + 1}
-            answer = {
-                **{"id": "1", "object": "text_completion", "created": 0, "model": "m"},
-                **{"choices": [choice], "usage": usage},
-            }
-            if told is not None:
+            answer = {"id": "1", "object": "text_completion", "created": 0, "model": "m"}
+            answer |= {"choices": [choice], "usage": usage}
+            if report is not None:
                 sampled = {} if "temperature" in body else drafts
-                found = told(body["vllm_xargs"]) if callable(told) else told
-                answer["metrics"] = {"mars": [found | sampled]}
+                greedy = report(body["vllm_xargs"]) if callable(report) else report
+                answer["metrics"] = {"mars": [greedy | sampled]}
             self.answer_json(answer)
 
     with answering(Server) as address:
-        yield address, asked
+        yield address, bodies
 
 
-def told(**rule):
+def report_of(**rule):
     return {**rule, "num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
 @pytest.mark.parametrize("rule", [{"theta": 0.9}, {"max_loss": 0.02}])
 def test_a_server_that_gains(capsys, rule):
-    with server(GAINS, told(**rule)) as (address, asked):
+    with server(GAINS, report_of(**rule)) as (address, bodies):
         assert main(["doctor", address]) == 0
-    # The first answer is enough; the other asks whether requests sample.
-    assert len(asked) == 2
-    assert asked[0]["vllm_xargs"] == {"mars_return": True}
+    # The first answer suffices; the second request finds out whether requests are sampled.
+    assert len(bodies) == 2
+    assert bodies[0]["vllm_xargs"] == {"mars_return": True}
     lines = " ".join(capsys.readouterr().out.split())
     ((name, value),) = rule.items()
     since = "since its start: 7 tokens, of which MARS gained 71.4%, at a loss of 0.7143 nats per"
@@ -101,8 +103,8 @@ def test_a_server_that_gains(capsys, rule):
     assert lines.endswith("all is well")
 
 
-def test_counts_that_come_later_are_waited_for(monkeypatch):
-    """As those of a GPU, while other clients' tokens are counted at once."""
+def test_late_counts_are_waited_for(monkeypatch):
+    """Counts of a GPU arrive later than vLLM's counts of tokens."""
     read, seen = doctor.totals, []
 
     def late(url, timeout):
@@ -113,40 +115,40 @@ def test_counts_that_come_later_are_waited_for(monkeypatch):
             return read(url, timeout)
 
     monkeypatch.setattr(doctor, "totals", late)
-    with server(GAINS, told(theta=0.9)) as (address, asked):
+    with server(GAINS, report_of(theta=0.9)) as (address, bodies):
         *_, verdict, _ = findings_at(address)
-    assert len(asked) == 2 and verdict.state == "ok"
+    assert len(bodies) == 2 and verdict.state == "ok"
     assert "gained 2.0 draft tokens" in verdict.text
 
 
 def test_a_server_that_is_strict(capsys):
     for rule in ({"theta": 1.0}, {"price": 0.0}):
-        with server({"verified": 20}, told(**rule)) as (address, asked):
+        with server({"verified": 20}, report_of(**rule)) as (address, bodies):
             assert main(["doctor", address]) == 0
-        assert len(asked) == 1
+        assert len(bodies) == 1
         assert "which is strict by choice" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_overridden", [False, True])
-def test_a_server_that_is_strict_unless_a_request_asks(capsys, is_overridden):
-    option, asked = "mars_max_loss", 0.02
+def test_a_server_that_is_lossy_on_request(capsys, is_overridden):
+    option, limit = "mars_max_loss", 0.02
 
-    def in_force(own):
-        is_lossy = option in own and not is_overridden
-        return told(**({"max_loss": own[option]} if is_lossy else {"price": 0.0}))
+    def report(xargs):
+        is_lossy = option in xargs and not is_overridden
+        return report_of(**({"max_loss": xargs[option]} if is_lossy else {"price": 0.0}))
 
-    with server(GAINS, in_force, info=[f"{ALLOWED} {asked}"]) as (address, bodies):
+    with server(GAINS, report, info=[f"{ALLOWED} {limit}"]) as (address, bodies):
         assert main(["doctor", address]) == 0
     lines = " ".join(capsys.readouterr().out.split())
     assert "which is strict by choice" in lines
-    assert bodies[1]["vllm_xargs"] == {"mars_return": True, option: asked}
-    assert (f"ok a request may ask for {option} {asked}, lossy" in lines) != is_overridden
-    # What others gained meanwhile is not told then.
+    assert bodies[1]["vllm_xargs"] == {"mars_return": True, option: limit}
+    assert (f"ok a request may ask for {option} {limit}, lossy" in lines) != is_overridden
+    # Gains of other requests are not reported then.
     assert ("gained 5.0 draft tokens" in lines) != is_overridden
 
 
 @pytest.mark.parametrize(
-    ("rise", "message"),
+    ("increase", "message"),
     [
         ({}, "no draft was verified: the draft method proposes nothing"),
         (
@@ -159,12 +161,12 @@ def test_a_server_that_is_strict_unless_a_request_asks(capsys, is_overridden):
         ),
     ],
 )
-def test_a_server_that_gains_nothing(monkeypatch, rise, message):
-    every = doctor.load_prompts()
-    monkeypatch.setattr(doctor, "load_prompts", lambda: every[:4])
-    with server(rise, told(price=0.5)) as (address, asked):
+def test_a_server_that_gains_nothing(monkeypatch, increase, message):
+    prompts = doctor.load_prompts()
+    monkeypatch.setattr(doctor, "load_prompts", lambda: prompts[:4])
+    with server(increase, report_of(price=0.5)) as (address, bodies):
         *others, verdict, _ = findings_at(address)
-    assert len(asked) == 5
+    assert len(bodies) == 5
     assert {finding.state for finding in others} == {"ok"}
     assert verdict.state == "fault"
     assert message in verdict.text
@@ -177,35 +179,32 @@ def test_a_server_that_gains_nothing(monkeypatch, rise, message):
         ("probabilistic", "ok", "sample here, and drafts are probabilistic"),
     ],
 )
-def test_how_drafts_are_drawn(method, state, text):
-    with server(GAINS, told(price=0.3), draft_sample_method=method) as (address, asked):
+def test_draft_sample_method(method, state, text):
+    with server(GAINS, report_of(price=0.3), draft_sample_method=method) as (address, bodies):
         *_, verdict, drafts = findings_at(address)
-    assert verdict.state == "ok" and "temperature" not in asked[-1]
+    assert verdict.state == "ok" and "temperature" not in bodies[-1]
     assert drafts.state == state and text in drafts.text
 
 
-def test_defaults_of_the_model_that_vllm_refuses():
-    """A min_p in its generation_config.json counts where requests sample."""
-    why = "The min_p and logit_bias sampling parameters are not yet supported with speculative"
-    with server(GAINS, told(price=0.3), refuses=lambda body: "temperature" not in body and why) as (
-        address,
-        _,
-    ):
+def test_sampling_defaults_that_vllm_refuses():
+    """A min_p in the model's generation_config.json applies to sampled requests."""
+    reason = "The min_p and logit_bias sampling parameters are not yet supported with speculative"
+
+    def refuses(body):
+        return "temperature" not in body and reason
+
+    with server(GAINS, report_of(price=0.3), refuses=refuses) as (address, _):
         *_, verdict, last = findings_at(address)
     assert verdict.state == "ok" and last.state == "fault"
-    assert "a request that gives no temperature was refused: " in last.text and why in last.text
-    assert last.text.endswith(
-        """start the server with --override-generation-config '{"min_p": 0}'."""
-    )
+    assert "a request that gives no temperature was refused: " in last.text and reason in last.text
+    way_out = """start the server with --override-generation-config '{"min_p": 0}'."""
+    assert last.text.endswith(way_out)
 
 
-def test_what_is_no_server_of_mars(capsys):
+def test_a_server_without_mars(capsys):
     for metrics, problem in (
         ("<html>hello</html>", "/metrics answers, but not with Prometheus metrics"),
-        (
-            "vllm:generation_tokens_total 7\n",
-            "/metrics has no vllm:mars_* metrics; start",
-        ),
+        ("vllm:generation_tokens_total 7\n", "/metrics has no vllm:mars_* metrics; start"),
     ):
         with server(GAINS, None, metrics) as (address, _):
             (last,) = findings_at(address)
@@ -225,10 +224,10 @@ def test_what_is_no_server_of_mars(capsys):
 
 def test_this_environment(capsys):
     assert main(["doctor"]) == 0
-    found = " ".join(capsys.readouterr().out.split())
-    assert "ok vllm_mars " in found
-    assert "vLLM finds the plugin (vllm_mars.hooks.plugin:register)" in found
-    assert "has the interfaces that are needed" in found
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "ok vllm_mars " in lines
+    assert "vLLM finds the plugin (vllm_mars.hooks.plugin:register)" in lines
+    assert "has the interfaces that are needed" in lines
 
 
 @pytest.mark.parametrize(
@@ -239,7 +238,7 @@ def test_this_environment(capsys):
         (False, True, "note", ".reallocate_drafts is missing ("),
     ],
 )
-def test_whether_drafts_can_be_cut(monkeypatch, on_cpu, lacks, state, message):
+def test_adaptive_verification(monkeypatch, on_cpu, lacks, state, message):
     import vllm
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
@@ -247,9 +246,9 @@ def test_whether_drafts_can_be_cut(monkeypatch, on_cpu, lacks, state, message):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
     if lacks:
         monkeypatch.delattr(AdaptiveVerificationManager, "reallocate_drafts")
-    fits, found = doctor._interfaces(vllm.__version__)
-    assert fits.state == "ok"
-    assert found.state == state and message in found.text
+    interfaces, adaptive = doctor._interfaces(vllm.__version__)
+    assert interfaces.state == "ok"
+    assert adaptive.state == state and message in adaptive.text
 
 
 @pytest.mark.parametrize(
@@ -264,11 +263,11 @@ def test_whether_drafts_can_be_cut(monkeypatch, on_cpu, lacks, state, message):
 )
 def test_variables(monkeypatch, variable, value, state, message):
     monkeypatch.setenv(variable, value)
-    (found,) = [finding for finding in findings_here() if message in finding.text]
-    assert found.state == state
+    (finding,) = [finding for finding in findings_here() if message in finding.text]
+    assert finding.state == state
 
 
-def test_what_is_missing_here(monkeypatch, capsys):
+def test_faults_of_this_environment(monkeypatch, capsys):
     def too_old(version):
         raise RuntimeError("vLLM 0.1 is not supported")
 
@@ -278,8 +277,7 @@ def test_what_is_missing_here(monkeypatch, capsys):
 
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     monkeypatch.setattr(doctor, "check_interfaces", differs)
-    found = list(findings_here())
-    assert [finding.text for finding in found if finding.state == "fault"] == [
+    assert [finding.text for finding in findings_here() if finding.state == "fault"] == [
         "vLLM does not find the plugin: no package here has the entry point 'mars' in "
         "vllm.general_plugins; install vllm-mars with pip into this environment.",
         "vLLM has other interfaces than vllm-mars needs (engine core)",

@@ -1,6 +1,5 @@
-"""A vLLM that lacks what this project hooks into is refused, before anything is replaced."""
+"""A vLLM without the interfaces that are hooked is refused before anything is replaced."""
 
-import importlib
 import logging
 import pkgutil
 import re
@@ -17,7 +16,7 @@ from vllm_mars.hooks.arguments import extract_config
 from vllm_mars.hooks.pickled import PickledConfig
 
 
-def test_all_that_is_missing_is_named(monkeypatch):
+def test_every_difference_is_named(monkeypatch):
     import vllm
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
@@ -33,7 +32,7 @@ def test_all_that_is_missing_is_named(monkeypatch):
         compat.check_interfaces("V2")
     text = str(refused.value)
     assert text.startswith(f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs (V2")
-    for found in (
+    for difference in (
         f"{runner}:GPUModelRunner.load_model is missing",
         "vllm.v1.worker.gpu.states:RequestState.add_request is missing (import of",
         "RejectionSampler.__call__ takes (logits, step), but (logits, input_batch, draft_logits, ",
@@ -41,7 +40,7 @@ def test_all_that_is_missing_is_named(monkeypatch):
         "has no attribute '_verify'",
         "BaseSpeculator.propose takes (input_batch), but (input_batch, ..., temperature, seeds, ",
     ):
-        assert found in text
+        assert difference in text
     assert text.endswith(
         "Install a vLLM that it knows (0.32 and 0.33), look for a newer vllm-mars, or drop "
         "rejection_sample_method 'mars'."
@@ -53,14 +52,12 @@ PARTS = [(part, name) for part, needed in compat.NEEDED.items() for name in need
 
 @pytest.mark.parametrize("names", [0, 1])
 @pytest.mark.parametrize(("part", "name"), PARTS)
-def test_a_plugin_that_wraps_without_functools_wraps_is_served_beside(
-    monkeypatch, part, name, names
-):
-    """It hands on whatever it gets, and names none or the first of vLLM's parameters."""
-    place, method = re.fullmatch(r"(.*)[.:](\w+)", name).groups()
-    owner = pkgutil.resolve_name(place)
-    by_place = compat.NEEDED[part][name].partition("...")[0]
-    first = "".join(f"{it}, " for it in by_place.split(", ")[:names] if it)
+def test_another_plugins_wrapper_is_accepted(monkeypatch, part, name, names):
+    """The wrapper forwards all arguments and names none or the first of vLLM's parameters."""
+    path, method = re.fullmatch(r"(.*)[.:](\w+)", name).groups()
+    owner = pkgutil.resolve_name(path)
+    positional = compat.NEEDED[part][name].partition("...")[0].split(", ")
+    first = "".join(f"{parameter}, " for parameter in positional[:names] if parameter)
     wrapper = eval(
         f"lambda self, {first}*a, _old=old, **k: _old(self, {first}*a, **k)",
         {"old": getattr(owner, method)},
@@ -69,7 +66,7 @@ def test_a_plugin_that_wraps_without_functools_wraps_is_served_beside(
     compat.check_interfaces(part)
 
 
-def test_a_plugin_that_wraps_wrongly_is_named(monkeypatch):
+def test_another_plugins_wrong_wrapper_is_named(monkeypatch):
     from vllm.v1.engine.input_processor import InputProcessor
 
     monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, own, *a, **k: None)
@@ -81,20 +78,20 @@ def test_a_plugin_that_wraps_wrongly_is_named(monkeypatch):
         compat.check_interfaces("front end")
 
 
-def test_a_module_whose_hook_would_never_run(monkeypatch):
+def test_a_missing_module_is_named(monkeypatch):
     monkeypatch.setitem(compat.HOOKS, "vllm.v1.worker.gone.runner", "")
     with pytest.raises(RuntimeError, match=r"\(front end\): vllm.v1.worker.gone.runner is missing"):
         compat.check_interfaces("front end")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.8.5.post1", "dev"])
-def test_older_and_unreadable_versions_are_refused(version):
+def test_unsupported_versions_are_refused(version):
     with pytest.raises(RuntimeError, match=f"vLLM {version} is not supported .* 0.32 and 0.33"):
         releases.check_version(version)
 
 
 def test_a_vllm_that_ray_cannot_serve_is_refused():
-    """As 0.33 is, which has no such module."""
+    """vLLM 0.33 lacks a module that Ray imports."""
     pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
     program = (
         "import sys; sys.modules['vllm.entrypoints.launchers.cli_args'] = None;"
@@ -106,7 +103,7 @@ def test_a_vllm_that_ray_cannot_serve_is_refused():
 
 
 class Options:
-    """Stands in for vLLM's `EngineArgs`."""
+    """Replaces vLLM's `EngineArgs`."""
 
     def __init__(self):
         mars = {"rejection_sample_method": "mars", "mars_theta": 0.9}
@@ -125,22 +122,23 @@ def warnings(monkeypatch):
     """The warnings of `releases`, each with its arguments filled in."""
     import vllm.logger
 
-    given, init_logger = [], vllm.logger.init_logger
+    messages = []
+    init_logger = vllm.logger.init_logger
 
     class Logger:
         def warning_once(self, text, *arguments):
-            given.append(text % arguments)
+            messages.append(text % arguments)
 
-    # Modules of vLLM that are imported meanwhile keep the logger that they get.
+    # Modules of vLLM that are imported meanwhile need a real logger.
     monkeypatch.setattr(
         vllm.logger,
         "init_logger",
         lambda name: Logger() if name.endswith("vllm_mars.releases") else init_logger(name),
     )
-    return given
+    return messages
 
 
-def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warnings):
+def test_a_newer_version_is_warned_of(monkeypatch, warnings):
     import vllm
 
     releases.check_version("0.33.1.dev3+cpu")
@@ -153,17 +151,6 @@ def test_a_newer_version_with_the_same_interfaces_is_warned_of(monkeypatch, warn
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.32 and 0.33); its "
         "interfaces are checked at start, its behaviour is untested."
     ]
-
-
-def test_logprobs_of_what_is_served_need_them():
-    options, mode = Options(), "raw_logprobs"
-    options.speculative_config["mars_logprobs"], options.logprobs_mode = "sampled", mode
-    with pytest.raises(
-        ValueError,
-        match="mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
-        f"logprobs_mode is '{mode}'; add --logprobs-mode processed_logprobs.",
-    ):
-        extract_config(options, Model())
 
 
 def test_a_front_end_with_other_interfaces_is_refused(monkeypatch):
@@ -183,12 +170,19 @@ def test_a_server_with_other_interfaces_is_refused_at_start(monkeypatch):
     method = "completion_stream_generator"
     monkeypatch.setattr(OpenAIServingCompletion, method, lambda self, request, results: None)
     module = type(sys)("vllm.entrypoints.openai.chat_completion.serving")
-    generators = dict.fromkeys(("full", "stream"), lambda self: None)
-    own = {f"chat_completion_{name}_generator": it for name, it in generators.items()}
-    own["__init__"] = lambda self, engine_client: setattr(self, "engine_client", engine_client)
-    module.OpenAIServingChat = type("OpenAIServingChat", (), own)
+
+    class OpenAIServingChat:
+        def __init__(self, engine_client):
+            self.engine_client = engine_client
+
+        def chat_completion_full_generator(self):
+            pass
+
+        chat_completion_stream_generator = chat_completion_full_generator
+
+    module.OpenAIServingChat = OpenAIServingChat
     hooks.patch_chat(module)
-    module.OpenAIServingChat(SimpleNamespace(vllm_config=Unasked))
+    module.OpenAIServingChat(SimpleNamespace(vllm_config=WithoutMars))
     message = rf"\(API server\): .*{method} takes \(request, results\), but \(request, engine_in"
     with pytest.raises(RuntimeError, match=message):
         module.OpenAIServingChat(SimpleNamespace(vllm_config=Config))
@@ -198,12 +192,12 @@ class Config:
     additional_config = {"mars": PickledConfig(MarsConfig(theta=0.9))}
 
 
-class Unasked:
+class WithoutMars:
     additional_config = {}
 
 
 class StandIn:
-    """Stands in for a class of vLLM whose `__init__` is hooked; records what was done to it."""
+    """A class of vLLM whose `__init__` is hooked."""
 
     def __init__(self, config=Config):
         self.vllm_config = config
@@ -225,53 +219,40 @@ def test_each_hook_checks_before_it_changes_anything(monkeypatch, part, hook, ow
     module = type(sys)("stand_in_module")
     module.Scheduler, module.GPUModelRunner = (type(n, (StandIn,), {}) for n in ("S", "R"))
     getattr(hooks, hook)(module)
-    place, name = owner.split(":")
-    vllm_class = getattr(importlib.import_module(f"vllm.v1.{place}"), name)
-    monkeypatch.setattr(vllm_class, method, lambda self: None)
+    monkeypatch.setattr(pkgutil.resolve_name(f"vllm.v1.{owner}"), method, lambda self: None)
     hooked = module.Scheduler if part == "engine core" else module.GPUModelRunner
     with pytest.raises(RuntimeError, match=rf"needs \({part}\): .*{method} takes \(\), but"):
         hooked()
-    unasked = hooked(Unasked)
-    unasked.load_model()
-    assert unasked.loaded and vars(unasked).keys() == {"vllm_config", "loaded"}
+    unchanged = hooked(WithoutMars)
+    unchanged.load_model()
+    assert unchanged.loaded and vars(unchanged).keys() == {"vllm_config", "loaded"}
 
 
-def test_only_who_has_drafts_cut_needs_what_cuts_them(monkeypatch):
+def test_adaptive_verification_is_checked_if_it_is_on(monkeypatch):
     from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
-    class Cut(Config):
+    class Adaptive(Config):
         speculative_config = SimpleNamespace(enable_adaptive_verification=True)
 
-    class Uncut(Config):
+    class Fixed(Config):
         speculative_config = SimpleNamespace(enable_adaptive_verification=False)
 
     module = type(sys)("stand_in_module")
     module.GPUModelRunner = type("GPUModelRunner", (StandIn,), {})
     hooks.patch_runner_v2(module)
-    module.GPUModelRunner(Cut)
+    module.GPUModelRunner(Adaptive)
     monkeypatch.setattr(OnlineAcceptanceEstimator, "step", lambda self, tokens: None)
-    module.GPUModelRunner(Uncut)
+    module.GPUModelRunner(Fixed)
     with pytest.raises(
         RuntimeError,
         match=r"\(adaptive verification\): .*Estimator.step takes \(tokens\), but \(idx_mapping, .*"
         r"or drop enable_adaptive_verification\.$",
     ):
-        module.GPUModelRunner(Cut)
-
-
-def test_a_vllm_that_names_the_cutting_of_drafts_otherwise(monkeypatch):
-    import vllm.config.speculative
-
-    monkeypatch.setattr(vllm.config.speculative, "SpeculativeConfig", lambda *, is_cut: None)
-    with pytest.raises(
-        RuntimeError,
-        match=r"\(V2\): vllm.config.speculative:SpeculativeConfig takes \(is_cut\), but \(..., ena",
-    ):
-        compat.check_interfaces("V2")
+        module.GPUModelRunner(Adaptive)
 
 
 def test_a_hook_that_finds_nothing_to_wrap(monkeypatch, caplog):
-    """A server without MARS goes on; one with it is refused by the check."""
+    """Without MARS the server starts; with MARS the check refuses it."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     module = type(sys)("stand_in_module")
     module.GPUModelRunner = type("GPUModelRunner", (), {})

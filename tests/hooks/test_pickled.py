@@ -1,4 +1,4 @@
-"""Options arrive at other processes as they left, or start-up fails and names the node."""
+"""Options reach other processes unchanged, or start-up fails and names the node."""
 
 import copy
 import os
@@ -16,7 +16,7 @@ from vllm_mars.hooks.pickled import PickledConfig
 NODE = socket.gethostname()
 
 
-def test_options_arrive_as_they_left():
+def test_options_arrive_unchanged():
     options = PickledConfig(MarsConfig(price=0.3, strict_spans=((1, None),)))
     for arrived in (pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
         assert type(arrived) is PickledConfig
@@ -25,18 +25,18 @@ def test_options_arrive_as_they_left():
 
 def test_another_version_is_refused_where_it_arrives(monkeypatch):
     monkeypatch.setattr(pickled, "__version__", "0.0.1")
-    travelling = pickle.dumps(PickledConfig(MarsConfig()))
+    pickled_options = pickle.dumps(PickledConfig(MarsConfig()))
     monkeypatch.undo()
     with pytest.raises(RuntimeError) as refused:
-        pickle.loads(travelling)
+        pickle.loads(pickled_options)
     assert str(refused.value) == (
         f"vllm-mars {__version__} is installed on the node {NODE}, but the server's options come "
         "from vllm-mars 0.0.1; install 0.0.1 there."
     )
 
 
-def test_a_lock_of_one_node_is_refused_where_requests_may_relax(monkeypatch):
-    """That rank would verify a relaxed request strictly, and emit other tokens than the rest."""
+def test_a_lock_on_one_node_is_refused_if_requests_may_relax(monkeypatch):
+    """That rank would verify strictly and emit other tokens than the other ranks."""
     relaxable, strict = (
         pickle.dumps(PickledConfig(MarsConfig(max_loss=0, limit=limit))) for limit in (0.02, 0)
     )
@@ -48,10 +48,10 @@ def test_a_lock_of_one_node_is_refused_where_requests_may_relax(monkeypatch):
     pickle.loads(pickle.dumps(PickledConfig(MarsConfig(max_loss=0, limit=0.02))))
 
 
-def test_a_node_without_the_extension_cannot_read_them():
-    travelling = pickle.dumps(PickledConfig(MarsConfig())).hex()
+def test_a_node_without_the_extension_cannot_read_options():
+    pickled_options = pickle.dumps(PickledConfig(MarsConfig())).hex()
     # -I and -S hide all packages.
-    program = f"import pickle; pickle.loads(bytes.fromhex('{travelling}'))"
+    program = f"import pickle; pickle.loads(bytes.fromhex('{pickled_options}'))"
     refused = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60
     )
@@ -59,13 +59,14 @@ def test_a_node_without_the_extension_cannot_read_them():
 
 
 @pytest.mark.nightly
-def test_arriving_options_leave_the_hooks():
-    """A process whose plugins are filtered verifies as asked."""
-    travelling = pickle.dumps(PickledConfig(MarsConfig())).hex()
+def test_arriving_options_install_the_hooks():
+    """A process whose plugins are filtered out verifies by MARS, too."""
+    pickled_options = pickle.dumps(PickledConfig(MarsConfig())).hex()
     probe = subprocess.run(
         [
-            *(sys.executable, "-c"),
-            f"import pickle; pickle.loads(bytes.fromhex('{travelling}')); "
+            sys.executable,
+            "-c",
+            f"import pickle; pickle.loads(bytes.fromhex('{pickled_options}')); "
             "import vllm.v1.metrics.stats as module; print(module._vllm_mars_patched)",
         ],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The plugin in real processes: options, errors before a model is loaded, nothing when unasked."""
+"""The plugin in real processes: options, errors before a model is loaded, no effect if off."""
 
 import json
 import logging
@@ -47,23 +47,27 @@ def test_import_is_light():
     assert probe.stdout == "['vllm_mars.hooks', 'vllm_mars.hooks.plugin']\n[]\n", probe.stderr
 
 
-def test_every_hook_is_there():
-    """A hook is text, which no type checker follows."""
+def test_every_hook_exists():
+    """Hooks are text, which type checkers do not follow."""
     for hook in HOOKS.values():
         assert callable(pkgutil.resolve_name(hook))
 
 
 def test_options_reach_the_workers_config(packaged_model):
     # Dashes count as underscores, as in vLLM.
-    own = {"rejection-sample-method": "mars", "mars-theta": 0.8, "mars_protected_token_ids": [5, 2]}
-    given = {**NGRAM, **own}
-    before = json.dumps(given)
-    config = engine_config(packaged_model, given, additional_config={"other": 1})
+    options = {
+        **NGRAM,
+        "rejection-sample-method": "mars",
+        "mars-theta": 0.8,
+        "mars_protected_token_ids": [5, 2],
+    }
+    before = json.dumps(options)
+    config = engine_config(packaged_model, options, additional_config={"other": 1})
     assert config.additional_config["other"] == 1
     expected = MarsConfig(theta=0.8, protected_token_ids=(5, 2), strict_spans=())
     assert config.additional_config["mars"].config == expected
     assert config.speculative_config.rejection_sample_method == "standard"
-    assert json.dumps(given) == before
+    assert json.dumps(options) == before
 
 
 HEAD = {"method": "eagle3", "model": str(PACKAGED_HEAD), "num_speculative_tokens": 3}
@@ -72,12 +76,12 @@ PROBABILISTIC = "Drafts are probabilistic where requests sample ("
 COULD_BE = 'Drafts are fixed ("draft_sample_method": "probabilistic", the default, gains more'
 
 
-def test_a_heads_repository_may_be_the_model(packaged_model, tmp_path):
-    """vLLM takes the target, the method and K from its config."""
+def test_a_speculators_repository_may_be_the_model(packaged_model, tmp_path):
+    """vLLM takes the target, the method and K from the head's config."""
     import vllm
 
     if not vllm.__version__.startswith("0.32"):
-        pytest.skip("from 0.33 on the target has to be the name of a hub's repository")
+        pytest.skip("since 0.33 the target has to be a repository of the hub")
     config = json.loads((PACKAGED_HEAD / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = str(packaged_model)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -89,12 +93,12 @@ def test_a_heads_repository_may_be_the_model(packaged_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "method", "said"),
+    ("speculative_config", "method", "log"),
     [
         (HEAD | IS_MARS, "probabilistic", PROBABILISTIC),
         (HEAD | IS_MARS | {"mars_price": 0}, "probabilistic", PROBABILISTIC),
         (HEAD | IS_MARS | {"draft_sample_method": "greedy"}, "greedy", COULD_BE),
-        # With theta the loss of probabilistic drafts is not known.
+        # With theta the loss of probabilistic drafts is unknown.
         (HEAD | IS_MARS | {"mars_theta": 0.9}, "greedy", "Drafts are fixed."),
         (HEAD | IS_MARS | {"use_local_argmax_reduction": True}, "greedy", "Drafts are fixed."),
         (MARS, "greedy", "Drafts are fixed."),
@@ -102,36 +106,39 @@ def test_a_heads_repository_may_be_the_model(packaged_model, tmp_path):
         (HEAD | {"draft_sample_method": "probabilistic"}, "probabilistic", None),
     ],
 )
-def test_how_drafts_are_drawn(packaged_model, given, method, said, caplog, monkeypatch):
+def test_draft_sample_method(packaged_model, speculative_config, method, log, caplog, monkeypatch):
     from vllm.engine.arg_utils import EngineArgs
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, logger="vllm")
     options = {"model": str(packaged_model), "dtype": "float32", "max_model_len": 512}
-    arguments = EngineArgs(**options, speculative_config=dict(given))
+    arguments = EngineArgs(**options, speculative_config=dict(speculative_config))
     for _ in range(2):
         config = arguments.create_engine_config()
         assert config.speculative_config.draft_sample_method == method
-    told = [it for it in caplog.messages if it.startswith("Drafts are")]
-    assert told[0].startswith(said) if said else not told
+    lines = [line for line in caplog.messages if line.startswith("Drafts are")]
+    assert lines[0].startswith(log) if log else not lines
 
 
-def test_xpress_does_not_draw(packaged_model, tmp_path):
-    """vLLM would verify its first choices as tokens that were drawn."""
+def test_xpress_has_no_probabilistic_drafts(packaged_model, tmp_path):
+    """XPress drafts argmax tokens, which vLLM would verify as sampled ones."""
     from vllm.config import SpeculativeConfig
 
     if not hasattr(SpeculativeConfig, "is_xpress"):
         pytest.skip("this vLLM has no XPress")
-    shape = json.loads((packaged_model / "config.json").read_text())
-    kind = {"architectures": ["Qwen3XPressModel"], "model_type": "qwen3"}
-    own = {"mask_token_id": 4, "target_layer_ids": [0]}
-    (tmp_path / "config.json").write_text(json.dumps({**shape, **kind, "dflash_config": own}))
+    config = {
+        **json.loads((packaged_model / "config.json").read_text()),
+        "architectures": ["Qwen3XPressModel"],
+        "model_type": "qwen3",
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": [0]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
     drafts = {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 3}
     with pytest.raises(ValueError, match="'probabilistic' .* XPress drafts argmax tokens"):
-        engine_config(packaged_model, {**drafts, **IS_MARS, **DRAWN})
+        engine_config(packaged_model, {**drafts, **IS_MARS, **SET_PROBABILISTIC})
 
 
-def test_nothing_is_added_when_not_asked_for(packaged_model):
+def test_off_adds_nothing(packaged_model):
     config = engine_config(packaged_model, NGRAM)
     assert config.additional_config == {}
     assert engine_config(packaged_model, None).speculative_config is None
@@ -141,17 +148,17 @@ def test_a_compiled_model_serves_every_price(packaged_model):
     """The config's hash is the key of vLLM's compile cache."""
     from vllm.config.utils import replace
 
-    found = {}
+    hashes = {}
     for price in (0.2, 0.3):
         config = engine_config(packaged_model, {**MARS, "mars_price": price})
-        # As the engine core and the workers get it, and as vLLM derives the drafter's.
+        # For the engine core and the workers, and for the drafter.
         for arrived in (pickle.loads(pickle.dumps(config)), replace(config)):
             assert config_of(arrived).price == price
-            found.setdefault(price, set()).add(arrived.compute_hash())
-    assert found[0.2] == found[0.3] and len(found[0.2]) == 1
+            hashes.setdefault(price, set()).add(arrived.compute_hash())
+    assert hashes[0.2] == hashes[0.3] and len(hashes[0.2]) == 1
 
 
-DRAWN = {"draft_sample_method": "probabilistic"}
+SET_PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
 
 
@@ -167,23 +174,33 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
         ({"method": "extract_hidden_states"}, {}, "cannot serve method='extract_hidden_states'"),
         ({}, WATERMARK, "cannot serve a watermark_config"),
         ({"mars_draft_temperature": 0.5}, {}, "mars_draft_temperature=0.5 .* are fixed"),
-        (DRAWN, {}, "draft_sample_method='probabilistic' .* 'ngram' drafts .*; drop the key"),
         (
-            HEAD | DRAWN | {"mars_theta": 0.9},
+            SET_PROBABILISTIC,
+            {},
+            "draft_sample_method='probabilistic' .* 'ngram' drafts .*; drop the key",
+        ),
+        (
+            HEAD | SET_PROBABILISTIC | {"mars_theta": 0.9},
             {},
             "mars_theta=0.9 and draft_sample_method='probabilistic' do not go together",
+        ),
+        (
+            {"mars_logprobs": "sampled"},
+            {},
+            "mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
+            "logprobs_mode is 'raw_logprobs'; add --logprobs-mode processed_logprobs.",
         ),
     ],
 )
 def test_bad_options_fail_before_a_model_is_loaded(packaged_model, changes, options, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         engine_config(packaged_model, {**MARS, **changes}, **options)
-    # Nothing half-patched stays behind: the next engine is configured as usual.
+    # Nothing is half patched: the next engine is configured as usual.
     assert engine_config(packaged_model, NGRAM).additional_config == {}
 
 
-def test_flags_beside_the_json_count(packaged_model):
-    """vLLM puts them into the speculative config, from which the checks and defaults follow."""
+def test_flags_besides_the_json_are_read(packaged_model):
+    """vLLM adds them to the speculative config before the checks."""
     flags = {"spec_method": "eagle3", "spec_model": str(PACKAGED_HEAD), "spec_tokens": 3}
     config = engine_config(packaged_model, dict(IS_MARS), **flags)
     assert config.additional_config["mars"].config == MarsConfig(strict_spans=())
@@ -191,7 +208,7 @@ def test_flags_beside_the_json_count(packaged_model):
     assert config.speculative_config.draft_sample_method == "probabilistic"
     for method, further, message in (
         ("extract_hidden_states", {}, "cannot serve method='extract_hidden_states'"),
-        ("ngram", DRAWN, "draft_sample_method='probabilistic' .* 'ngram' drafts"),
+        ("ngram", SET_PROBABILISTIC, "draft_sample_method='probabilistic' .* 'ngram' drafts"),
         ("ngram", {"mars_draft_temperature": 0.5}, "mars_draft_temperature=0.5 .* are fixed"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
@@ -214,17 +231,17 @@ def test_lock(packaged_model, monkeypatch):
 
 
 def test_vllm_knows_the_variables(packaged_model, monkeypatch):
-    """Otherwise it warns about each, or does not start."""
+    """Otherwise vLLM warns about each variable, or does not start."""
     import vllm.envs
 
     package = Path(sys.modules[MarsConfig.__module__.partition(".")[0]].__file__).parent
-    read = {
+    names = {
         name
         for path in package.rglob("*.py")
         for name in re.findall(r"\bVLLM_MARS_[A-Z_]+", path.read_text())
     }
-    assert read == set(VARIABLES)
-    # The suite sets one, and vLLM itself sets some that it does not know.
+    assert names == set(VARIABLES)
+    # The test suite sets one, and vLLM sets some that it does not know.
     for name in [*os.environ]:
         if name.startswith("VLLM_") and name not in vllm.envs.environment_variables:
             monkeypatch.delenv(name)
@@ -232,7 +249,7 @@ def test_vllm_knows_the_variables(packaged_model, monkeypatch):
         monkeypatch.setenv(name, "strict" if name.endswith("LOCK") else "")
     options = {"fail_on_environ_validation": True}
     engine_config(packaged_model, {**MARS, "mars_max_loss": 0}, **options)
-    # A path in the compile cache's key would make another directory compile again.
+    # A path in the compile cache's key would cause another compilation.
     factors = vllm.envs.compile_factors()
     assert {factors[name] for name in VARIABLES} == {None}
     monkeypatch.setenv("VLLM_MARS_LOOK", "strict")
@@ -240,7 +257,7 @@ def test_vllm_knows_the_variables(packaged_model, monkeypatch):
         engine_config(packaged_model, NGRAM, **options)
 
 
-def test_a_second_owner_is_refused():
+def test_another_sampler_is_refused():
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     from vllm_mars.worker.start import require_own_sampler
@@ -259,7 +276,7 @@ def test_protected_by_default(packaged_model):
     protected = protected_token_ids(MarsConfig(), vllm_config)
     # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
     assert protected == list(range(17))
-    # Ordinary vocabulary that marks a section.
+    # Ordinary tokens that mark a section.
     marked = MarsConfig(strict_spans=((900, 3),), thinking_start=800, thinking_end=801)
     assert protected_token_ids(marked, vllm_config) == [*range(17), 800, 801, 900]
     assert protected_token_ids(MarsConfig(protected_token_ids=[]), vllm_config) == []

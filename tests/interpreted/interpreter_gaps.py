@@ -1,6 +1,6 @@
-"""What Triton's interpreter lacks for vLLM's kernels; each gap is an error, never a wrong number.
+"""Features that Triton's interpreter lacks for vLLM's kernels.
 
-Written for Triton 3.9. A gap that a later one closes makes its part here superfluous, not wrong.
+Written for Triton 3.9. If a later release has a feature, its part here is superfluous, not wrong.
 """
 
 import numpy as np
@@ -10,8 +10,8 @@ from triton.runtime import interpreter
 
 
 def fill() -> None:
-    """Fills the gaps, in the process that calls it."""
-    # The interpreter has none of the device library: its functions are empty and return None.
+    """Adds the features in this process."""
+    # Functions of the device library are empty and return None.
     libdevice.exp2, libdevice.log1p = _of_numpy(np.exp2), _of_numpy(np.log1p)
     interpreter._patch_lang_core = _with_tensor_range(interpreter._patch_lang_core)
     interpreter._patch_lang = _once(interpreter._patch_lang)
@@ -25,7 +25,7 @@ def _of_numpy(function):
 
 
 def _with_tensor_range(patch_lang_core):
-    """Makes `tl.range` count in tensors, as on hardware, so that `.to` is there."""
+    """Makes `tl.range` count in tensors, as on hardware, so that they have `.to`."""
 
     def patched(lang, scope):
         patch_lang_core(lang, scope)
@@ -40,10 +40,10 @@ def _with_tensor_range(patch_lang_core):
 
 
 def _once(patch_lang):
-    """Leaves the language as it is where the calling kernel has patched it already.
+    """Patches the language only if the calling kernel has not done so.
 
-    For speed alone: the interpreter looks through the whole language at each call of a function
-    inside a kernel, which is half the time that vLLM's kernels take.
+    Otherwise the interpreter searches the whole language at each call inside a kernel, which takes
+    half the time of vLLM's kernels.
     """
     patched = set()
 
@@ -67,11 +67,10 @@ def _once(patch_lang):
 
 
 def _with_bool_mask(access, position):
-    """Makes a mask of another type `!= 0`, which is what hardware does.
+    """Converts a mask to bool by `!= 0`, as hardware does.
 
-    The interpreter labels a comparison's result with its operands' type. A scalar comparison that
-    is spread over a block (`mask & is_valid`) then becomes a block of int64, and load and store
-    refuse such a mask.
+    The interpreter gives a comparison the type of its operands. Broadcast over a block
+    (`mask & is_valid`), it becomes a block of int64, which load and store refuse as a mask.
     """
 
     def with_bool_mask(*args):

@@ -1,8 +1,8 @@
-"""Lets vLLM on a CPU take its Triton kernels, run by Triton's interpreter, and with them Runner V2.
+"""Runs vLLM's Triton kernels, and with them Model Runner V2, in Triton's interpreter on a CPU.
 
-A test puts this folder on PYTHONPATH, so that every process of an engine loads it at start. The CPU
-build of vLLM looks for a Triton backend named "cpu"; the stand-in says that it is active, and
-TRITON_INTERPRET=1 does the rest. Orders of magnitude too slow for anything but tests.
+A test puts this folder on PYTHONPATH, so that every process of an engine loads it at start. vLLM's
+CPU build looks for a Triton backend named "cpu", which is faked here; TRITON_INTERPRET=1 does the
+rest. It is slow by orders of magnitude.
 """
 
 import os

@@ -1,17 +1,14 @@
-"""Files of sweeps with figures known by hand."""
+"""Files of sweeps whose figures are known by hand, and prompt files."""
 
 import dataclasses
+import json
 
 from vllm_mars.lab.plan import Cell
 from vllm_mars.lab.records import Answer, Measured, Piece, Record, RunHeader, append
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 STANDARD = Cell("standard", NGRAM, 0.0, 1)
-RUN = {
-    **{"created": "2026-01-01T00:00:00+00:00", "git_commit": "0123456789abcdef"},
-    **{"command": ["vllm-mars", "sweep", "--prompts", "my prompts.jsonl"], "load_average": 0.1},
-    **{"versions": {"vllm": "0.32.0"}, "hardware": {"cpu": "x", "cores": 2, "gpu": None}},
-}
+RUN = {"git_commit": "0123456789abcdef", "command": ["vllm-mars", "sweep"]}
 SETTINGS = {"model": "tiny", "prompts": 4, "max_tokens": 21}
 PIECES = (Piece("The"), Piece(" red", 0.5), Piece(" fox <b>\n"), Piece("|", 0.25), Piece(" end"))
 
@@ -23,32 +20,22 @@ def mars(price, temperature=0.0, concurrency=1):
 
 
 def turn(
-    cell,
-    block=0,
-    repeat=0,
-    *,
-    token_seconds=0.02,
-    lost=None,
-    accepted=10,
-    pieces=(),
-    drift=0.0,
+    cell, block=0, repeat=0, *, token_seconds=0.02, lost=None, accepted=10, pieces=(), drift=0.0
 ):
     """Two answers of 21 tokens, the first token after 0.1 s; 10 steps."""
-    # Prompts differ, alike for all rules.
-    times = [0.1 + 20 * token_seconds * (1 + 0.1 * place + 0.2 * block) for place in range(2)]
+    # Prompts differ in the same way for all rules.
+    times = [0.1 + 20 * token_seconds * (1 + 0.1 * number + 0.2 * block) for number in range(2)]
+    text = "".join(piece.text for piece in pieces) or "text"
     answers = tuple(
-        Answer(
-            *(f"p{2 * block + place}", "".join(it.text for it in pieces) or "text", 21, 0.1),
-            *(seconds, pieces),
-        )
-        for place, seconds in enumerate(times)
+        Answer(f"p{2 * block + number}", text, 21, 0.1, seconds, pieces)
+        for number, seconds in enumerate(times)
     )
     measured = Measured(sum(times), 10, accepted, lost, answers, drift)
     return Record(*cell, repeat=repeat, block=block, measured=measured)
 
 
 def stalled(record, seconds):
-    """The same turn while the machine stood still during its first answer."""
+    """The same turn, if the machine stalls during its first answer."""
     first, *others = record.measured.answers
     answers = (dataclasses.replace(first, seconds=first.seconds + seconds), *others)
     total = record.measured.seconds + seconds
@@ -57,7 +44,7 @@ def stalled(record, seconds):
 
 
 def joined(records):
-    """One turn of the answers of all."""
+    """One turn with the answers of all records."""
     answers = tuple(answer for record in records for answer in record.measured.answers)
     total = sum(record.measured.seconds for record in records)
     measured = dataclasses.replace(records[0].measured, seconds=total, answers=answers)
@@ -69,8 +56,14 @@ def failed(cell, reason):
     return dataclasses.replace(turn(cell), measured=None, reason=reason)
 
 
+def write_prompts(path, prompts):
+    """Writes a prompt file and returns its path as text."""
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return str(path)
+
+
 def write_sweep(path, records, baseline="standard"):
-    """Writes a file and returns its path."""
+    """Writes a sweep's file and returns its path."""
     append(path, RunHeader(SETTINGS, baseline, RUN))
     for record in records:
         append(path, record)

@@ -1,12 +1,8 @@
-"""The demo: its preset, what it prints, and on real servers that it ends all that it started."""
+"""The demo: its preset, its output, and, on real servers, that no process is left."""
 
 import dataclasses
 import io
-import json
-import os
 import signal
-import subprocess
-import sys
 import uuid
 
 import pytest
@@ -15,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import tiny_models
 from interpreter import TESTS
-from processes import MARK, marked, wait_until
-from sweep_files import PIECES, STANDARD, mars, turn, write_sweep
+from processes import marked, start, wait_until
+from sweep_files import PIECES, STANDARD, mars, turn, write_prompts, write_sweep
 from vllm_mars.lab.demo import CATEGORIES, LENGTHS, MARS, sweep_options
 from vllm_mars.lab.demo_report import around, changed, conclusion, print_report
 from vllm_mars.lab.plan import STRICT, load_sweep
@@ -35,19 +31,19 @@ PROMPTS = [
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_the_preset(on_cpu):
     options = sweep_options(on_cpu=on_cpu)
-    found = {(cell.name, cell.temperature): cell for cell in options.all_cells()}
-    assert list(found) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 0.7), (MARS, 0.7)]
-    for (name, temperature), cell in found.items():
+    cells = {(cell.name, cell.temperature): cell for cell in options.all_cells()}
+    assert list(cells) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 0.7), (MARS, 0.7)]
+    for (name, temperature), cell in cells.items():
         assert cell.config["model"] == str(PACKAGED_HEAD)
         assert cell.is_lossy == (name == MARS)
         assert cell.config["num_speculative_tokens"] == LENGTHS[temperature][name]
-    assert "rejection_sample_method" not in found[STRICT, 0.0].config
-    # The best that loses nothing. On a CPU vLLM's own server samples wrong tokens.
-    strict = found[STRICT, 0.7].config
+    assert "rejection_sample_method" not in cells[STRICT, 0.0].config
+    # The fastest lossless verification. On a CPU vLLM samples wrong tokens without MARS.
+    strict = cells[STRICT, 0.7].config
     assert strict["draft_sample_method"] == "probabilistic"
     assert strict["rejection_sample_method"] == ("mars" if on_cpu else "block")
     assert strict.get("mars_price") == (0 if on_cpu else None)
-    # MARS needs one server for both.
+    # One server of MARS serves both temperatures.
     ((servers, _),) = load_sweep(options).groups(0)
     assert len(servers) == 3
     other = sweep_options(on_cpu=on_cpu, model="other", num_speculative_tokens=5).all_cells()
@@ -57,12 +53,12 @@ def test_the_preset(on_cpu):
     assert {cell.config.get("rejection_sample_method") for cell in other} == {None, "mars"}
 
 
-def test_its_prompts_are_those_of_text_that_people_read(tmp_path):
-    whole, short = (load_sweep(sweep_options(on_cpu=True, short=it)).prompts for it in (0, 1))
+def test_prompts_ask_for_prose(tmp_path):
+    whole, short = (load_sweep(sweep_options(on_cpu=True, short=s)).prompts for s in (False, True))
     assert len(whole) == 12 and {prompt.category for prompt in whole} == set(CATEGORIES)
     assert whole[: len(short)] == short and 0 < len(short) < len(whole)
-    (own := tmp_path / "p.jsonl").write_text('{"prompt": "x", "category": "mine"}\n')
-    assert len(load_sweep(sweep_options(on_cpu=True, prompts=str(own))).prompts) == 1
+    path = write_prompts(tmp_path / "p.jsonl", [{"prompt": "x", "category": "mine"}])
+    assert len(load_sweep(sweep_options(on_cpu=True, prompts=path)).prompts) == 1
 
 
 def printed(path, records, width=150):
@@ -71,16 +67,15 @@ def printed(path, records, width=150):
     return console.file.getvalue()
 
 
-def test_what_is_printed(tmp_path):
+def test_printed_report(tmp_path):
     strict = STANDARD._replace(name=STRICT)
     records = []
     for temperature in (0.0, 0.7):
         for block in range(3):
             records.append(turn(strict._replace(temperature=temperature), block))
             cell = mars(0.3, temperature)._replace(name=MARS)
-            given = {} if temperature else {"pieces": PIECES}
-            seconds = 0.02 if temperature else 0.01
-            records.append(turn(cell, block, token_seconds=seconds, lost=0.84, **given))
+            seconds, pieces = (0.02, ()) if temperature else (0.01, PIECES)
+            records.append(turn(cell, block, token_seconds=seconds, lost=0.84, pieces=pieces))
     text = printed(tmp_path / "s.jsonl", records)
     assert text.index("greedy, 1 request") < text.index("temperature 0.7, 1 request")
     assert text.count("Draft tokens a step: strict 4, MARS 4.") == 2
@@ -99,51 +94,58 @@ def test_what_is_printed(tmp_path):
 
 
 def answered(cell, *answers):
-    """A turn of a text and its pieces for each prompt."""
+    """A turn with a text and its pieces for each prompt."""
     record = turn(cell, lost=0.8)
     first, *_ = record.measured.answers
-    own = tuple(
-        dataclasses.replace(first, prompt=f"p{at}", text=text, pieces=pieces)
-        for at, (text, pieces) in enumerate(answers)
+    replaced = tuple(
+        dataclasses.replace(first, prompt=f"p{number}", text=text, pieces=pieces)
+        for number, (text, pieces) in enumerate(answers)
     )
-    return dataclasses.replace(record, measured=dataclasses.replace(record.measured, answers=own))
+    measured = dataclasses.replace(record.measured, answers=replaced)
+    return dataclasses.replace(record, measured=measured)
 
 
-def test_two_answers_are_shown_beside_the_strict_ones(tmp_path):
+def test_two_answers_are_shown_with_the_strict_ones(tmp_path):
     """p2 shares most words with the strict answer, p0 lost most, p3 did not change."""
-    strict, own = STANDARD._replace(name=STRICT), mars(0.3)._replace(name=MARS)
+    strict = STANDARD._replace(name=STRICT)
+    lossy = mars(0.3)._replace(name=MARS)
     text = "".join(piece.text for piece in PIECES)
     near = (Piece("The fox"), Piece(" is", 0.1), Piece(" red"))
     records = [
         answered(strict, *(("The fox was red", ()),) * 4),
         answered(
-            own,
-            *((text, PIECES), (text, PIECES[:2]), ("The fox is red", near)),
+            lossy,
+            (text, PIECES),
+            (text, PIECES[:2]),
+            ("The fox is red", near),
             ("The fox was red", ()),
         ),
     ]
-    found = changed(read_sweep(write_sweep(tmp_path / "read.jsonl", records, STRICT)))
-    assert [(it.lossy.prompt, sum(it.lossy.lost)) for it in found] == [
-        *(("p0", 0.75), ("p1", 0.5), ("p2", 0.1))
-    ]
+    examples = changed(read_sweep(write_sweep(tmp_path / "read.jsonl", records, STRICT)))
+    losses = {example.lossy.prompt: sum(example.lossy.lost) for example in examples}
+    assert losses == {"p0": 0.75, "p1": 0.5, "p2": 0.1}
     out = printed(tmp_path / "s.jsonl", records)
     assert "MARS changed 3 greedy answers." in out
     least = out.index("The one that changed least: p2")
     assert least < out.index("The one that lost most: p0") < out.index("Say [it]")
-    (beside,) = (line for line in out.splitlines() if "The [red] fox <b>" in line)
-    assert "The fox was red" in beside, "in two columns"
+    (line,) = (line for line in out.splitlines() if "The [red] fox <b>" in line)
+    assert "The fox was red" in line, "in two columns"
     assert "[|] end" in out and "MARS, relaxed 2 for 0.75 nats" in out
     narrow = printed(tmp_path / "n.jsonl", records, width=80)
     (line,) = (line for line in narrow.splitlines() if "The [red] fox <b>" in line)
-    assert "was" not in line, "below each other"
+    assert "was" not in line, "one above the other"
 
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [(" red", (" ", "red", "")), ("a b", ("", "a b", "")), (" ", ("", "␣", "")),
-     (" \n", ("", "↵", " \n"))],
-)  # fmt: skip
-def test_a_relaxed_token_can_be_seen(text, shown):
+    [
+        (" red", (" ", "red", "")),
+        ("a b", ("", "a b", "")),
+        (" ", ("", "␣", "")),
+        (" \n", ("", "↵", " \n")),
+    ],
+)
+def test_a_relaxed_token_is_visible(text, shown):
     assert around(Piece(text, 0.1)) == shown
 
 
@@ -152,11 +154,12 @@ def test_without_relaxed_tokens_there_is_no_example(tmp_path):
     assert "MARS changed no greedy answer." in printed(tmp_path / "s.jsonl", records)
 
 
-def test_turns_that_disagree_tell_tokens_per_step_alone(tmp_path):
-    """The machine did other work during one turn of MARS."""
-    strict, own = STANDARD._replace(name=STRICT), mars(0.3)._replace(name=MARS)
-    records = [turn(strict), turn(strict, repeat=1), turn(own, accepted=20, lost=0.42)]
-    records.append(turn(own, repeat=1, token_seconds=0.04, accepted=20, lost=0.42))
+def test_uneven_turns_show_no_speed(tmp_path):
+    """The machine is busy during one turn of MARS."""
+    strict = STANDARD._replace(name=STRICT)
+    lossy = mars(0.3)._replace(name=MARS)
+    records = [turn(strict), turn(strict, repeat=1), turn(lossy, accepted=20, lost=0.42)]
+    records.append(turn(lossy, repeat=1, token_seconds=0.04, accepted=20, lost=0.42))
     text = printed(tmp_path / "s.jsonl", records)
     assert "Greedy, MARS takes 1.50 times as many tokens per step as strict, with 0.0100" in text
     assert (
@@ -166,12 +169,11 @@ def test_turns_that_disagree_tell_tokens_per_step_alone(tmp_path):
     assert "as fast" not in text and "ms per further token" not in text
 
 
-def test_the_sentence_goes_where_the_figures_point(tmp_path):
+def test_the_conclusion_follows_the_figures(tmp_path):
     records = [turn(STANDARD), turn(mars(0.3), lost=0.42)]
     base, row = rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records)))
     for speed, text in (
         (Interval(1.2, 1.1, 1.3), "came 1.20 (1.10 to 1.30) times as fast: price 0.3 is faster."),
-        (Interval(1.1, 0.9, 1.3), "1.10 (0.90 to 1.30) times as fast: no difference is shown."),
         (Interval(0.8, 0.7, 0.9), "0.80 (0.70 to 0.90) times as fast: price 0.3 is slower."),
         (None, "the speed was not measured"),
     ):
@@ -180,7 +182,7 @@ def test_the_sentence_goes_where_the_figures_point(tmp_path):
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    """A tiny target, beside it a draft that it often agrees with."""
+    """A tiny target, and next to it a draft that it often agrees with."""
     draft = tiny_model.with_name("eagle-head")
     target = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
     tiny_models.eagle(draft, target)
@@ -188,14 +190,15 @@ def model(tiny_model):
 
 
 def check(file):
-    """What a demo shows, whatever its times: of each rule, and of what MARS reports."""
-    found = {(row.cell.name, row.cell.temperature): row for row in rows(file)}
-    greedy, strict = found[MARS, 0.0], found[STRICT, 0.0]
+    """Checks all figures but times, and that reports and metrics agree."""
+    by_cell = {(row.cell.name, row.cell.temperature): row for row in rows(file)}
+    greedy, strict = by_cell[MARS, 0.0], by_cell[STRICT, 0.0]
     assert greedy.steps.value >= strict.steps.value > 1
     assert greedy.lost.value > strict.lost.value == 0
-    assert found[STRICT, 0.7].lost.value == 0
-    own = [record for record in file.records if record.key[:2] == (MARS, 0.0)]
-    for record in own:
+    assert by_cell[STRICT, 0.7].lost.value == 0
+    for record in file.records:
+        if record.key[:2] != (MARS, 0.0):
+            continue
         for answer in record.measured.answers:
             assert sum(answer.lost) <= RECOMMENDED["mars_max_loss"] * (answer.tokens + 100)
         reported = sum(sum(answer.lost) for answer in record.measured.answers)
@@ -203,27 +206,20 @@ def check(file):
     assert changed(file)
 
 
-def start_demo(tmp_path, model, mark, *arguments, program=("-m", "vllm_mars.cli"), **variables):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
-    return subprocess.Popen(
-        [
-            *(sys.executable, *program, "demo", "--short", "--model", str(model)),
-            *("--draft", str(model.with_name("eagle-head")), "--prompts", str(prompts)),
-            *("--output", str(tmp_path / "out" / "demo.jsonl"), *arguments),
-            # As much as the tiny model takes.
-            "--server-arg=--max-model-len=512",
-        ],
-        env={**os.environ, MARK: mark, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that starts the tests in the background makes them ignore it, children too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def start_demo(tmp_path, model, mark, *arguments, program=("-m", "vllm_mars.cli"), **env):
+    options = {
+        "--model": model,
+        "--draft": model.with_name("eagle-head"),
+        "--prompts": write_prompts(tmp_path / "prompts.jsonl", PROMPTS),
+        "--output": tmp_path / "out" / "demo.jsonl",
+        # The tiny model's maximum.
+        "--server-arg": "--max-model-len=512",
+    }
+    words = [f"{option}={value}" for option, value in options.items()]
+    return start(*program, "demo", "--short", *words, *arguments, mark=mark, **env)
 
 
-# A demo whose servers are stand-ins that never get ready.
+# A demo whose servers are fakes that never become ready.
 STARTING = """
 import sys
 from stand_in import StandInServer
@@ -237,17 +233,20 @@ sys.exit(main(sys.argv[1:]))
 def test_a_demo_that_is_ended_ends_its_servers(tmp_path, model):
     mark = uuid.uuid4().hex
     process = start_demo(
-        *(tmp_path, model, mark, "--server-arg=--load-seconds=300"),
+        tmp_path,
+        model,
+        mark,
+        "--server-arg=--load-seconds=300",
         program=["-c", STARTING],
         PYTHONPATH=str(TESTS),
     )
-    # Of each server it, its engine core and its worker.
+    # Each server has an engine core and a worker.
     wait_until(lambda: len(marked(mark)) > 9, 100, "servers")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err, err
     assert "interrupted" in err and marked(mark) == []
-    # What is said each minute; how long another model starts is not known.
+    # Printed each minute; the remaining time is unknown.
     assert "servers have been starting for" in err
 
 
@@ -255,16 +254,16 @@ def test_a_demo_that_is_ended_ends_its_servers(tmp_path, model):
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("turns", [0, 1])
-def test_a_demo_that_is_ended_goes_on(tmp_path, model, turns):
-    """While its servers start, or after a turn."""
+def test_an_interrupted_demo_resumes(tmp_path, model, turns):
+    """After an interrupt while its servers start, or after a turn."""
     mark, output = uuid.uuid4().hex, tmp_path / "out" / "demo.jsonl"
     process = start_demo(tmp_path, model, mark)
 
-    def is_as_far():
+    def is_far_enough():
         lines = output.read_bytes().count(b"\n") if output.exists() else 0
         return lines > turns and len(marked(mark)) > 2
 
-    wait_until(is_as_far, 300, "servers or a turn")
+    wait_until(is_far_enough, 300, "servers or a turn")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
@@ -309,33 +308,21 @@ def test_a_server_that_dies_is_reported(tmp_path, model):
 @pytest.mark.nightly
 def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_model):
     output = tmp_path / "demo.jsonl"
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "vllm_mars.cli",
-            "demo",
-            "--short",
-            "--output",
-            str(output),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stderr
+    process = start("-m", "vllm_mars.cli", "demo", "--short", "--output", output)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
     check(read_sweep(output))
     # A tiny model's words have no spaces.
     example, *_ = changed(read_sweep(output))
     assert "".join(piece.text for piece in example.lossy.pieces) == example.lossy.text
-    assert "The one that changed least: " in process.stdout
+    assert "The one that changed least: " in out
 
 
 @pytest.mark.engine
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_a_demo_on_model_runner_v2(tmp_path, tiny_model):
-    """Its kernels are interpreted, so the times say nothing."""
+    """Its kernels are interpreted, so its times mean nothing."""
     draft = tmp_path / "draft"
     target = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
     tiny_models.first_layer(draft, target)

@@ -1,9 +1,10 @@
-"""Which cells, servers and turns a sweep plans, and what it refuses before anything starts."""
+"""Cells, servers and turns of a sweep, and what it refuses before anything starts."""
 
 import json
 
 import pytest
 
+from sweep_files import write_prompts
 from vllm_mars.lab.plan import AUTOREGRESSIVE, SweepOptions, load_sweep
 from vllm_mars.models.drafts import NGRAM_CONFIG, RECOMMENDED
 
@@ -12,17 +13,17 @@ MARS = {**K4, "rejection_sample_method": "mars"}
 
 
 def configs(**options):
-    """The speculative config of each cell by its name, at one temperature and load."""
+    """Speculative configs by name of the cell, at one temperature and concurrency."""
     return {cell.name: cell.config for cell in SweepOptions(**options).all_cells()}
 
 
-def test_what_rules_are_called_and_what_vllm_is_told():
+def test_names_and_configs_of_rules():
     assert configs() == {"standard": K4, "mars": K4 | RECOMMENDED}
     assert configs(values={"price": (0.3,)}) == {
         "standard": K4,
         "price 0.3": MARS | {"mars_price": 0.3},
     }
-    found = configs(
+    assert configs(
         methods=("autoregressive", "strict", "block"),
         values={"theta": (0.9,), "price": (1.0,)},
         cells=(
@@ -30,8 +31,7 @@ def test_what_rules_are_called_and_what_vllm_is_told():
             'drawn = {"draft_sample_method": "probabilistic"}',
             'suffix={"draft": "suffix", "num_speculative_tokens": 8}',
         ),
-    )
-    assert found == {
+    ) == {
         "autoregressive": None,
         "strict": MARS | {"mars_price": 0.0},
         "block": K4 | {"rejection_sample_method": "block"},
@@ -40,97 +40,104 @@ def test_what_rules_are_called_and_what_vllm_is_told():
         "bounded": MARS | {"mars_price": 0.3, "mars_max_loss": 0.02},
         "drawn": K4 | {"draft_sample_method": "probabilistic"},
         "suffix": {
-            **{"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+            "method": "suffix",
+            "suffix_decoding_max_cached_requests": 0,
             "num_speculative_tokens": 8,
         },
     }
 
 
 def test_each_rule_is_measured_with_each_draft_and_length():
-    found = configs(
+    by_name = configs(
         methods=("autoregressive", "standard"),
         cells=('long={"num_speculative_tokens": 9}',),
         drafts=("ngram", "org/head"),
         num_speculative_tokens=(3, 5),
     )
-    assert list(found) == [
-        *("autoregressive", "standard, ngram, K 3", "standard, ngram, K 5"),
-        *("standard, head, K 3", "standard, head, K 5", "long, ngram", "long, head"),
+    assert list(by_name) == [
+        "autoregressive",
+        "standard, ngram, K 3",
+        "standard, ngram, K 5",
+        "standard, head, K 3",
+        "standard, head, K 5",
+        "long, ngram",
+        "long, head",
     ]
-    assert found["long, head"] == {"model": "org/head", "num_speculative_tokens": 9}
+    assert by_name["long, head"] == {"model": "org/head", "num_speculative_tokens": 9}
 
 
-def test_a_cell_may_have_a_temperature_of_its_own():
+def test_a_cell_may_set_the_temperature():
     options = SweepOptions(
         methods=(),
         cells=('s={"temperature": 0}', 's={"mars_price": 0, "temperature": 1}', "plain=null"),
         temperatures=(0.5,),
         concurrencies=(1, 2),
     )
-    found = [(it.name, it.temperature, it.concurrency) for it in options.all_cells()]
-    assert found == [
-        *(("s", 0.0, 1), ("s", 0.0, 2), ("s", 1.0, 1), ("s", 1.0, 2)),
-        *(("plain", 0.5, 1), ("plain", 0.5, 2)),
+    cells = [(cell.name, cell.temperature, cell.concurrency) for cell in options.all_cells()]
+    assert cells == [
+        ("s", 0.0, 1),
+        ("s", 0.0, 2),
+        ("s", 1.0, 1),
+        ("s", 1.0, 2),
+        ("plain", 0.5, 1),
+        ("plain", 0.5, 2),
     ]
 
 
-def test_what_is_lossy():
-    options = SweepOptions(
-        methods=("autoregressive", "standard", "strict", "block", "fly"), values={"price": (0.5,)}
-    )
-    lossy = {cell.name for cell in options.all_cells() if cell.is_lossy}
-    assert lossy == {"fly", "price 0.5"}
-
-
-def test_rules_that_differ_in_a_value_alone_share_a_server():
+def test_rules_that_differ_only_in_a_value_share_a_server():
     options = SweepOptions(
         values={"price": (0.3, 0.5), "theta": (0.9,)},
         cells=(
             'bounded={"mars_price": 0.3, "mars_max_loss": 0.02}',
-            'own={"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}',
+            'limited={"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}',
         ),
     )
     ((servers, turns),) = load_sweep(options).groups(0)
-    found = {turn.cell.name: (json.loads(turn.server), turn.body) for turn in turns}
     shared = MARS | {"mars_price": 0.5}
-    assert found == {
+    assert {turn.cell.name: (json.loads(turn.server), turn.body) for turn in turns} == {
         "standard": (K4, {}),
         "price 0.3": (shared, {"vllm_xargs": {"mars_price": 0.3}}),
         "price 0.5": (shared, {"vllm_xargs": {"mars_price": 0.5}}),
         "theta 0.9": (MARS | {"mars_theta": 0.9}, {}),
         "bounded": (MARS | {"mars_price": 0.3, "mars_max_loss": 0.02}, {}),
-        "own": (MARS | {"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}, {}),
+        "limited": (MARS | {"mars_price": 0.4, "mars_max_loss": 0, "mars_limit": 1}, {}),
     }
     assert len(servers) == 5
 
 
-def test_servers_take_turns_with_each_block(tmp_path):
+def test_servers_take_turns_block_by_block(tmp_path):
     options = SweepOptions(
-        prompts=(write_prompts(tmp_path / "p.jsonl", 5),),
-        **{"block": 2, "repeats": 2, "temperatures": (0.0, 1.0)},
+        prompts=(prompts_of(tmp_path / "p.jsonl", "aaaaa"),),
+        block=2,
+        repeats=2,
+        temperatures=(0.0, 1.0),
     )
     sweep = load_sweep(options)
     ((_, turns),) = sweep.groups(0)
     assert len({turn.key for turn in turns}) == len(turns) == 2 * 2 * 3 * 2
-    assert [(it.cell.name, it.block) for it in turns[:6]] == [
-        *(("standard", 0), ("mars", 0), ("mars", 1), ("standard", 1)),
-        *(("standard", 2), ("mars", 2)),
+    assert [(turn.cell.name, turn.block) for turn in turns[:6]] == [
+        ("standard", 0),
+        ("mars", 0),
+        ("mars", 1),
+        ("standard", 1),
+        ("standard", 2),
+        ("mars", 2),
     ]
     assert [len(sweep.block(number)) for number in range(3)] == [2, 2, 1]
-    # The same numbers for each rule, and others for each prompt and pass.
+    # All rules share the seeds; each prompt and pass has another.
     seeds = {}
     for turn in turns:
         seeds.setdefault((turn.repeat, turn.block), set()).add(sweep.seed(turn))
-    assert all(len(of) == 1 for of in seeds.values())
-    drawn = [
+    assert all(len(first) == 1 for first in seeds.values())
+    used = [
         first + number
         for (_, block), (first,) in seeds.items()
         for number in range(len(sweep.block(block)))
     ]
-    assert len(set(drawn)) == len(drawn) == 10
+    assert len(set(used)) == len(used) == 10
 
 
-def test_so_many_servers_at_a_time():
+def test_groups_of_servers():
     options = SweepOptions(methods=(AUTOREGRESSIVE, "standard", "mars"), num_prompts=1)
     groups = load_sweep(options).groups(2)
     assert [len(servers) for servers, _ in groups] == [2, 1]
@@ -139,19 +146,18 @@ def test_so_many_servers_at_a_time():
 
 
 def test_prompts_are_taken_from_the_categories_in_turn(tmp_path):
-    path = write_prompts(tmp_path / "p.jsonl", 5, categories="aaabb")
+    path = prompts_of(tmp_path / "p.jsonl", "aaabb")
     only_b = load_sweep(SweepOptions(prompts=(path,), num_prompts=3, categories=("b",)))
     assert [prompt.category for prompt in only_b.prompts] == ["b", "b"]
     sweep = load_sweep(SweepOptions(prompts=(path,), num_prompts=3))
-    assert [it.id for it in sweep.prompts] == ["0", "3", "1"]
+    assert [prompt.id for prompt in sweep.prompts] == ["0", "3", "1"]
     with pytest.raises(ValueError, match="id '0' appears twice"):
         load_sweep(SweepOptions(prompts=(path, path)))
 
 
-def write_prompts(path, count, categories="aaaaa"):
-    prompts = [{"id": it, "prompt": f"p {it}", "category": categories[it]} for it in range(count)]
-    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    return str(path)
+def prompts_of(path, categories):
+    prompts = [{"id": i, "prompt": f"p {i}", "category": c} for i, c in enumerate(categories)]
+    return write_prompts(path, prompts)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,7 @@ def test_bad_values_fail_before_anything_starts(options, message):
 
 def test_the_lock_refuses_lossy_rules(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
-    SweepOptions(methods=("autoregressive", "standard", "strict"))
+    SweepOptions(methods=("autoregressive", "standard", "strict", "block"))
     for options in ({"values": {"price": (0.3,)}}, {"methods": ("standard", "fly")}):
         with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids"):
             SweepOptions(**options)

@@ -1,4 +1,4 @@
-"""A sweep's turns on a Ray cluster of two nodes: spread, one node lost, what is refused at once."""
+"""A sweep on a Ray cluster of two nodes, one of which is lost; refusals at once."""
 
 import collections
 import dataclasses
@@ -24,32 +24,28 @@ MARK_VALUE = "sweep"
 
 @pytest.fixture
 def options(tmp_path):
-    """Of 24 turns on 4 servers, so that a lost node leaves groups half done."""
+    """24 turns on 4 servers, so that a lost node leaves groups unfinished."""
     return SweepOptions(
-        **{"model": str(tmp_path), "methods": ("autoregressive", "standard", "strict", "block")},
-        **{"num_prompts": 6, "block": 1},
+        model=str(tmp_path),
+        methods=("autoregressive", "standard", "strict", "block"),
+        num_prompts=6,
+        block=1,
     )
 
 
 @pytest.mark.parametrize(
     ("resources", "node", "message"),
     [
-        pytest.param(
+        (
             {"num_gpus": 2},
             "a",
             "a server needs 4 GPUs .*but the largest node of this cluster has 2 and 1",
-            marks=pytest.mark.nightly,
         ),
         ({"num_gpus": 0}, "version 0.0.1", "has vllm-mars 0.0.1, but 0.1.0 is here"),
-        pytest.param(
-            {"num_gpus": 0},
-            "without",
-            "has vllm-mars None, but 0.1.0 is here",
-            marks=pytest.mark.nightly,
-        ),
+        ({"num_gpus": 0}, "without", "has vllm-mars None, but 0.1.0 is here"),
     ],
 )
-def test_a_cluster_that_cannot_is_refused(options, resources, node, message):
+def test_an_unsuitable_cluster_is_refused(options, resources, node, message):
     import ray
 
     options = dataclasses.replace(options, gpus=4)
@@ -67,23 +63,28 @@ def test_real_servers_are_measured_in_tasks(tiny_model, tmp_path):
     prompts.write_text('{"id": "a", "prompt": "w20 w21 w22 w20 w21 w22 w20 w21"}\n')
     with cluster({"num_cpus": 2, "num_gpus": 0}, **{MARK: MARK_VALUE}) as started:
         arguments = [
-            *("--ray", started.address, "--model", str(tiny_model), "--max-tokens", "8"),
-            *("--prompts", str(prompts), "--output", str(output), "--method", "standard"),
-            *("--theta", "0.5", "1", "--server-arg=--max-model-len=256"),
+            f"--ray={started.address}",
+            f"--model={tiny_model}",
+            f"--prompts={prompts}",
+            f"--output={output}",
+            "--max-tokens=8",
+            "--method=standard",
+            *("--theta", "0.5", "1"),
+            "--server-arg=--max-model-len=256",
         ]
         assert main(["sweep", *arguments]) == 0
     wait_until(lambda: not marked(MARK_VALUE), 30, "all servers and processes of the cluster end")
-    found = {row.cell.name: row for row in rows(read_sweep(output))}
-    assert set(found) == {"standard", "theta 0.5", "theta 1"}
-    for row in found.values():
+    by_name = {row.cell.name: row for row in rows(read_sweep(output))}
+    assert set(by_name) == {"standard", "theta 0.5", "theta 1"}
+    for row in by_name.values():
         assert row.length.value > 0 and row.tpot.value > 0
-    assert found["theta 1"].lost.value == 0
+    assert by_name["theta 1"].lost.value == 0
 
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
-    """Nodes "a", the head, and "b", which the last test takes away; leaves no process."""
-    # What the worker of a lost node had open stays.
+    """Nodes "a", the head, and "b", which the last test removes; no process is left."""
+    # The worker of a lost node leaves files.
     temporary = {"TMPDIR": str(tmp_path_factory.mktemp("nodes"))}
     with cluster(
         {"num_cpus": 2, "num_gpus": 0, "env_vars": {"VLLM_MARS_TEST_NODE": "a", **temporary}},
@@ -94,7 +95,7 @@ def two_nodes(tmp_path_factory):
     wait_until(lambda: not marked(MARK_VALUE), 30, "all processes of the cluster end")
 
 
-def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
+def test_refusals_within_seconds(two_nodes, options, monkeypatch):
     import ray
 
     begin = time.monotonic()
@@ -111,26 +112,26 @@ def test_what_is_refused_within_seconds(two_nodes, options, monkeypatch):
     assert time.monotonic() - begin < 60
 
 
-def test_a_node_that_is_lost_costs_no_turn_and_doubles_none(two_nodes, options):
+def test_a_lost_node_loses_and_repeats_no_turn(two_nodes, options):
     sweep = load_sweep(options)
     groups = sweep.groups(1)
     wanted = {turn.key for _, turns in groups for turn in turns}
     assert (len(groups), len(wanted)) == (4, 24)
-    taken, lost_at = [], None
+    records, lost_at = [], None
     runner = RayRunner(sweep, two_nodes.address)
     try:
         for record in runner.run(groups):
-            taken.append(record)
-            # In the middle of a group of "b".
-            if lost_at is None and [it.reason for it in taken].count("b") == 4:
+            records.append(record)
+            # In the middle of a group of "b"; the reason is the node's name.
+            if lost_at is None and [r.reason for r in records].count("b") == 4:
                 two_nodes.remove_node(*two_nodes.worker_nodes, allow_graceful=False)
-                lost_at = len(taken)
+                lost_at = len(records)
     finally:
         runner.close()
-    assert collections.Counter(it.key for it in taken) == collections.Counter(wanted)
-    nodes = [it.reason for it in taken]
+    assert collections.Counter(r.key for r in records) == collections.Counter(wanted)
+    nodes = [r.reason for r in records]
     assert set(nodes) == {"a", "b"}
     assert {"a", "b"} == set(nodes[:lost_at]), "the turns were not spread"
-    # One that "b" had sent before it was lost may still be taken.
+    # A record that "b" sent before it was lost may still arrive.
     assert nodes[lost_at + 1 :].count("b") == 0
     assert nodes.count("b") < 6, "the node was not lost"

@@ -1,4 +1,4 @@
-"""Heads that are refused before a server starts: damaged, cut, or made for another target."""
+"""Heads that are refused before a server starts: damaged, truncated, for another target."""
 
 import json
 
@@ -7,13 +7,7 @@ from transformers import LlamaForCausalLM
 
 import tiny_models
 from vllm_mars.cli.__main__ import main
-from vllm_mars.models.draft_head import (
-    PACKAGED_HEAD,
-    TARGET_KEY,
-    WEIGHTS_KEY,
-    check_head,
-    checksum,
-)
+from vllm_mars.models.draft_head import PACKAGED_HEAD, TARGET_KEY, WEIGHTS_KEY, check_head, checksum
 
 
 @pytest.fixture
@@ -27,7 +21,7 @@ def head(tiny_model, tmp_path):
 
 
 def change(path, end, flipped):
-    """Keeps the beginning of a file, with bits of its last byte flipped."""
+    """Truncates a file and flips bits of its last byte."""
     content = bytearray(path.read_bytes()[:end])
     if content:
         content[-1] ^= flipped
@@ -36,7 +30,7 @@ def change(path, end, flipped):
 
 def test_a_head_that_fits(head, tiny_model, tmp_path):
     check_head(head, tiny_model)
-    # Of others nothing is known.
+    # A head without checksums is not checked.
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     check_head(tmp_path, tiny_model)
 
@@ -74,8 +68,8 @@ def test_a_damaged_head_is_refused_before_a_server_starts(
     head, tiny_model, tmp_path, command, capsys
 ):
     (head / "model.safetensors").write_bytes(b"cut")
-    output = tmp_path / "found.jsonl"
+    output = tmp_path / "sweep.jsonl"
     options = ["--model", str(tiny_model), "--draft", str(head), "--output", str(output)]
     assert main([command, *options]) == 1
     assert "is damaged" in capsys.readouterr().err
-    assert list(tmp_path.glob("found*")) == []
+    assert list(tmp_path.glob("sweep*")) == []

@@ -1,4 +1,4 @@
-"""What vLLM is told of a draft, by every command alike."""
+"""Speculative config of a draft, the same for every command."""
 
 import json
 
@@ -19,8 +19,8 @@ from vllm_mars.models.drafts import draft_config, speculative_config
         (None, {}),
     ],
 )
-def test_what_vllm_is_told(tmp_path, draft, method):
-    """By a name, or a directory with these architectures."""
+def test_speculative_config(tmp_path, draft, method):
+    """`draft` is a name, or the architectures of a directory's config."""
     if not isinstance(draft, str):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": draft}))
         draft, method = str(tmp_path), {"model": str(tmp_path), **method}
@@ -28,7 +28,7 @@ def test_what_vllm_is_told(tmp_path, draft, method):
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_directory_that_is_no_draft_is_refused(tmp_path, content):
+def test_a_directory_without_a_config_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(

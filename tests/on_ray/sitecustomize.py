@@ -1,12 +1,12 @@
-"""Lets vLLM's Ray executor run on a CPU, and makes one node differ from the others. For tests.
+"""Runs vLLM's Ray executor on a CPU, and lets one node differ from the others.
 
-Python imports this file in every process whose PYTHONPATH names its directory. vLLM's CPU platform
-has no Ray device, which its Ray executors refuse; here the GPUs that a test cluster pretends to
-have stand for slots of the machine. Nothing of vLLM's computation changes.
+Python imports this file in every process whose PYTHONPATH has its directory. vLLM's CPU platform
+has no Ray device, so its Ray executors refuse it; here each virtual GPU of a test cluster is a slot
+for a rank. vLLM's computation does not change.
 
-VLLM_MARS_TEST_NODE in the environment of a node: "without" hides vllm_mars there, "version X" makes
-it version X; anything else is its name. VLLM_MARS_TEST_MEASURE=stand-in spares a sweep's tasks
-their servers.
+VLLM_MARS_TEST_NODE in the environment of a node hides vllm_mars there ("without"), changes its
+version ("version X"), or names the node. With VLLM_MARS_TEST_MEASURE=stand-in a sweep's tasks start
+no servers.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Takes the place of a sweep's measurement in Ray's workers: turns that say where they were."""
+"""A fake measurement in Ray's workers, whose records name their node."""
 
 import os
 import time
@@ -9,13 +9,13 @@ SECONDS = 1.0
 
 
 class StandIn:
-    """In the place of a `LocalRunner`."""
+    """Replaces a `LocalRunner`."""
 
     def __init__(self, sweep, log_dir):
         pass
 
     def run(self, groups):
-        """A turn a second, whose reason is the name of the node."""
+        """Yields a turn per second, whose reason is the name of the node."""
         for _, turns in groups:
             for turn in turns:
                 time.sleep(SECONDS)

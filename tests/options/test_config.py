@@ -1,4 +1,4 @@
-"""The options: defaults, the rules, and a clear error for everything else."""
+"""Options of a server: defaults, rules, errors, the lock."""
 
 import json
 import math
@@ -20,7 +20,10 @@ def test_default_is_the_recommended_bound():
     assert config == MarsConfig(max_loss=0.02)
     assert (config.rule, config.value, config.most_max_loss) == (PRICE, math.inf, 0.02)
     assert rest == {**MARS, "rejection_sample_method": "standard"}
-    assert "rejection_sample_method" in MARS, "the user's dict stays as it is"
+    assert "rejection_sample_method" in MARS, "the user's dict is not changed"
+    assert config.sets_price and config.lossy and config.clients_may_relax
+    assert split_speculative_config({**MARS, "mars_max_loss": 0.02})[0] == config
+    assert lossy_reason(config, "mars") == "mars_max_loss=0.02"
 
 
 @pytest.mark.parametrize(("rule", "value"), [("theta", 0.8), ("price", 1)])
@@ -31,11 +34,7 @@ def test_the_option_that_is_given_names_the_rule(rule, value):
     assert isinstance(config.value, float)
 
 
-def test_a_bound_alone_sets_the_price():
-    config, _ = split_speculative_config({**MARS, "mars_max_loss": 0.02})
-    assert (config.rule, config.value, config.most_max_loss) == (PRICE, math.inf, 0.02)
-    assert config.sets_price and config.lossy and config.clients_may_relax
-    assert lossy_reason(config, "mars") == "mars_max_loss=0.02"
+def test_a_bound_of_0_is_lossless():
     assert not MarsConfig(max_loss=0.0).lossy
     opt_in = MarsConfig(max_loss=0, limit=0.02)
     assert opt_in.sets_price and opt_in.clients_may_relax and not opt_in.lossy
@@ -44,12 +43,12 @@ def test_a_bound_alone_sets_the_price():
 
 
 @pytest.mark.parametrize("method", [None, "standard", "block", "synthetic"])
-def test_other_methods_are_left_alone(method):
-    given = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
-    assert split_speculative_config(given) == (None, given)
+def test_other_methods_are_not_changed(method):
+    config = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
+    assert split_speculative_config(config) == (None, config)
 
 
-def test_options_travel_as_json():
+def test_options_survive_json():
     for config in (MarsConfig(theta=0.7, protected_token_ids=(1, 2)), MarsConfig(max_loss=0.1)):
         assert MarsConfig(**json.loads(json.dumps(config.to_json()))) == config
 
@@ -105,18 +104,12 @@ def test_options_travel_as_json():
         ({"mars_scope": ["all"]}, r"mars_scope=\['all'\] is not one of all, thinking, answer"),
         ({"mars_tetha": 0.9}, "mars_tetha is not an option .* did you mean mars_theta"),
         ({"mars_thinking_end": 1}, "mars_thinking_end is not an option"),
-        (
-            {"mars_repeat_guard": 0},
-            "mars_repeat_guard is not an option of margin",
-        ),
+        ({"mars_repeat_guard": 0}, "mars_repeat_guard is not an option of margin"),
         ({"mars_max_relaxed_share": 0.1}, "mars_max_relaxed_share is not .* mars_max_loss?"),
         ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 draws drafts"),
         ({"mars_draft_temperature": 2.1}, r"mars_draft_temperature=2.1 is outside \[0.01, 2\]"),
         ({"mars_draft_temperature": "1"}, "mars_draft_temperature='1' is a str, but must be"),
-        (
-            {"mars_strict_opening": 4.0},
-            "mars_strict_opening=4.0 is a float, but must be",
-        ),
+        ({"mars_strict_opening": 4.0}, "mars_strict_opening=4.0 is a float, but must be"),
         ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),
         ({"mars_protected_token_ids": [1, -1]}, "is not a list of token ids"),
         ({"mars_protected_token_ids": [True]}, "is not a list of token ids"),
@@ -157,7 +150,7 @@ def test_lock(monkeypatch, config, method, lossy):
 
 
 @pytest.mark.parametrize("lock", ["yes", "Strict", "strict,yes"])
-def test_a_lock_that_is_none_is_refused(monkeypatch, lock):
+def test_an_unknown_lock_is_refused(monkeypatch, lock):
     monkeypatch.setenv("VLLM_MARS_LOCK", lock)
     message = f"VLLM_MARS_LOCK='{lock}' is not 'strict', which forbids .*; unset it to lock nothing"
     with pytest.raises(ValueError, match=message):
@@ -186,11 +179,11 @@ def test_the_guard_is_on_with_a_price(options, ngram):
     assert MarsConfig(**options).repeat_ngram == ngram
 
 
-def test_the_lock_is_looked_at_whenever_options_are_read(monkeypatch):
+def test_the_lock_is_checked_whenever_options_are_read(monkeypatch):
     config = MarsConfig(theta=0.7)
-    carrying = SimpleNamespace(additional_config={"mars": PickledConfig(config)})
+    vllm_config = SimpleNamespace(additional_config={"mars": PickledConfig(config)})
     assert config_of(SimpleNamespace(additional_config={})) is None
-    assert config_of(carrying) is config
+    assert config_of(vllm_config) is config
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     with pytest.raises(RuntimeError, match="forbids lossy verification, but mars_theta=0.7"):
-        config_of(carrying)
+        config_of(vllm_config)

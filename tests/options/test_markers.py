@@ -1,4 +1,4 @@
-"""The markers of a real tokenizer, and the options that need them."""
+"""Markers of a real tokenizer and the options that need them."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from vllm_mars.options.config import config_of
 START, END = "<jupyter_start>", "<jupyter_output>"
 
 
-def _ids(model, *tokens):
+def ids_of(model, *tokens):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(list(tokens))
@@ -18,7 +18,7 @@ def _ids(model, *tokens):
 
 def test_text_becomes_ids(packaged_model):
     config = resolved(packaged_model, {"mars_strict_spans": [[START, END], [5, None]]})
-    assert config.strict_spans == (tuple(_ids(packaged_model, START, END)), (5, None))
+    assert config.strict_spans == (tuple(ids_of(packaged_model, START, END)), (5, None))
 
 
 def test_the_tool_parsers_markers_are_the_default(packaged_model, monkeypatch):
@@ -26,11 +26,11 @@ def test_the_tool_parsers_markers_are_the_default(packaged_model, monkeypatch):
 
     class Parser:
         tool_call_start_token, tool_call_end_token = START, END
-        # The same marker again, without its end; after the first in the order of names.
+        # The same marker again, without its end; sorted after the first.
         tool_calls_start_token = START
         tool_other_start_token = "<no such token>"
         tool_start_token = "<jupyter_code>"
-        # Around the answer itself.
+        # Encloses the answer itself.
         response_start_token = "<reponame>"
 
         def __init__(self, tokenizer):
@@ -38,14 +38,14 @@ def test_the_tool_parsers_markers_are_the_default(packaged_model, monkeypatch):
 
     monkeypatch.setattr(ToolParserManager, "get_tool_parser", lambda name: Parser)
     config = resolved(packaged_model, {}, {"tool_call_parser": "any"})
-    ids = _ids(packaged_model, START, END, "<jupyter_code>")
-    assert set(config.strict_spans) == {(ids[0], ids[1]), (ids[2], None)}
+    start, end, code = ids_of(packaged_model, START, END, "<jupyter_code>")
+    assert set(config.strict_spans) == {(start, end), (code, None)}
     off = resolved(packaged_model, {"mars_strict_spans": []}, {"tool_call_parser": "any"})
     assert off.strict_spans == ()
 
 
 def test_the_tool_parser_of_an_engine_without_a_command_line(packaged_model, monkeypatch):
-    """As Ray Serve makes it."""
+    """Ray Serve creates engines without a command line."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.plugins import load_general_plugins
 
@@ -61,23 +61,15 @@ def test_the_tool_parser_of_an_engine_without_a_command_line(packaged_model, mon
     assert config_of(arguments.create_engine_config()).strict_spans == ((6, None),)
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """The warnings."""
-    from vllm.logger import init_logger
-
-    found = []
-    logger = init_logger("vllm.vllm_mars.options.markers")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: found.append(text % values))
-    return found
-
-
-def test_what_has_no_marker_is_said(packaged_model, said):
+def test_a_tool_parser_without_markers_is_warned_of(packaged_model, warnings):
     assert resolved(packaged_model, {}, {"tool_call_parser": "pythonic"}).strict_spans == ()
-    assert "the markers of the tool parser pythonic are not known; mars_strict_spans can" in said[0]
+    assert (
+        "the markers of the tool parser pythonic are not known; mars_strict_spans can"
+        in warnings[0]
+    )
 
 
-def test_the_thinking_section_is_vllms(packaged_model, said):
+def test_the_thinking_section_is_vllms(packaged_model, warnings):
     from vllm.config.reasoning import ReasoningConfig
 
     def section(*markers, **options):
@@ -85,16 +77,17 @@ def test_the_thinking_section_is_vllms(packaged_model, said):
         config = resolved(packaged_model, options, reasoning_config=ReasoningConfig(**both))
         return config.thinking_start, config.thinking_end
 
-    ids = tuple(_ids(packaged_model, START, END))
-    assert section(START, END) == section(START, END, mars_scope="thinking") == ids and not said
-    # Without one start there is no section, but still an end, behind which an opening begins.
+    ids = tuple(ids_of(packaged_model, START, END))
+    assert section(START, END) == section(START, END, mars_scope="thinking") == ids
+    assert not warnings
+    # Without a single start token there is no section, but an opening still begins after the end.
     assert section("<think>", END) == section(END, END) == (None, ids[1])
     assert resolved(packaged_model, {}).thinking_end is None
     assert section("<think>", "</think>") == (None, None)
-    assert "the end of the thinking section is 3 tokens of this model, not one" in said[0]
+    assert "the end of the thinking section is 3 tokens of this model, not one" in warnings[0]
 
 
-def test_the_thinking_section_is_known_whichever_way_it_is_given(packaged_model, monkeypatch):
+def test_every_option_for_the_thinking_section_is_read(packaged_model, monkeypatch):
     from vllm.config import StructuredOutputsConfig
     from vllm.reasoning import ReasoningParserManager
 
@@ -105,18 +98,18 @@ def test_the_thinking_section_is_known_whichever_way_it_is_given(packaged_model,
             pass
 
     monkeypatch.setattr(ReasoningParserManager, "get_reasoning_parser", lambda name: Parser)
-    for given in (
+    for options in (
         {"reasoning_parser": "any"},
         {"structured_outputs_config": StructuredOutputsConfig(reasoning_parser="any")},
         {"reasoning_config": {"reasoning_parser": "any"}},
         {"reasoning_config": {"reasoning_start_str": START, "reasoning_end_str": END}},
     ):
-        config = resolved(packaged_model, {}, **given)
-        assert (config.thinking_end,) == tuple(_ids(packaged_model, END)), given
+        config = resolved(packaged_model, {}, **options)
+        assert [config.thinking_end] == ids_of(packaged_model, END), options
 
 
 def test_the_readmes_reasoning_parser_knows_the_thinking_section(packaged_model, monkeypatch):
-    """Of Qwen3, whose tokenizer has its markers; the packaged one gets them here."""
+    """Adds the markers of Qwen3's tokenizer to the packaged model's."""
     from transformers import AutoTokenizer
     from vllm.config import reasoning
 
@@ -124,13 +117,13 @@ def test_the_readmes_reasoning_parser_knows_the_thinking_section(packaged_model,
     tokenizer.add_tokens(["<think>", "</think>"])
     monkeypatch.setattr(reasoning, "cached_tokenizer_from_config", lambda model_config: tokenizer)
     config = resolved(packaged_model, {"mars_scope": "answer"}, reasoning_parser="qwen3")
-    found = [config.thinking_start, config.thinking_end]
-    assert found == tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    section = [config.thinking_start, config.thinking_end]
+    assert section == tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
 
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "kimi_k2", "gemma4", "hermes", "ernie45"])
-def test_the_markers_of_vllms_own_tool_parsers_are_known(packaged_model, monkeypatch, name):
-    """Of a model whose every marker is a token."""
+def test_the_markers_of_vllms_tool_parsers_are_known(packaged_model, monkeypatch, name):
+    """With a tokenizer that has a token for every marker."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(packaged_model)
@@ -174,7 +167,7 @@ def test_bad_options_are_named(packaged_model, options, engine_options, message)
         resolved(packaged_model, options, **engine_options)
 
 
-def test_each_rank_has_to_verify_all_requests(packaged_model):
+def test_batch_sharded_sampling_is_refused(packaged_model):
     message = "cannot serve enable_batch_sharded_sampling: each rank verifies requests of its own"
     with pytest.raises(NotImplementedError, match=message):
         resolved(packaged_model, {}, enable_batch_sharded_sampling=True)

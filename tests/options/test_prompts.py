@@ -1,6 +1,6 @@
-"""Where a prompt's last message begins, by chat templates of the form of several model families.
+"""Start of a prompt's last message, with chat templates like those of several model families.
 
-Tokenizers and templates are small ones, with the families' own special tokens.
+Tokenizers and templates are small and have the families' special tokens.
 """
 
 import itertools
@@ -20,13 +20,12 @@ from vllm_mars.kernels.constraints.markers import THINKING, MarkerTracker
 
 
 class Family(NamedTuple):
-    """What is particular about a model family.
+    """Chat template and special tokens of a model family.
 
     Attributes:
-        template: of its chats, in Jinja.
-        ends: the tokens by which it ends a message.
-        call: the markers of a tool call, and what such a call holds, special tokens among it.
-        others: tokens that `call` and `template` do not show.
+        ends: tokens that end a message.
+        call: start marker, content and end marker of a tool call; the content has special tokens.
+        others: tokens that are neither in `call` nor in `template`.
     """
 
     template: str
@@ -45,13 +44,6 @@ FAMILIES = {
         ("<|im_end|>",),
         ("<tool_call>", '{"name": "f", <|fim_middle|>', "</tool_call>"),
         ("<|endoftext|>",),
-    ),
-    "Llama 3": Family(
-        "<|begin_of_text|>" + EACH + "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        ("<|eot_id|>",),
-        ("<|python_tag|>", "f(<|reserved_special_token_7|>", "<|eom_id|>"),
     ),
     "Mistral": Family(
         "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -104,7 +96,7 @@ CHAT = [
 
 @pytest.fixture
 def model(tmp_path_factory):
-    """A directory whose path comes once: vLLM keeps tokenizers by theirs."""
+    """A new path for each test, because vLLM caches tokenizers by path."""
     return tmp_path_factory.mktemp("model") / str(next(NUMBERS))
 
 
@@ -112,14 +104,13 @@ NUMBERS = itertools.count()
 
 
 def write(directory, template, *texts):
-    """A model's configuration and its tokenizer of bytes, to which the texts' markers are added."""
+    """Writes a model's configuration and a byte tokenizer with the markers in the texts."""
     LlamaConfig(vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
     vocab = {byte: number for number, byte in enumerate(sorted(ByteLevel.alphabet()))}
     built = Tokenizer(BPE(vocab, []))
     built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=built)
-    found = "".join((template or "", *texts))
-    markers = re.findall(r"<[^<>{}%\s]+>|\[/?[A-Za-z_]{4,}\]", found)
+    markers = re.findall(r"<[^<>{}%\s]+>|\[/?[A-Za-z_]{4,}\]", "".join((template or "", *texts)))
     fast.add_tokens(list(dict.fromkeys(["<think>", "</think>", *markers])), special_tokens=True)
     fast.chat_template = template
     fast.save_pretrained(directory)
@@ -132,42 +123,37 @@ def options_for(directory, span, arguments=(), **options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_message_ends_as_the_template_ends_it(name, model):
-    """Whatever stands in a call, and however long it is, what was opened and not closed is open."""
+    """A section that was opened and not closed is open, for calls of any content and length."""
     template, ends, (start, call, end), others = FAMILIES[name]
     tokenizer = write(model, template, *ends, start, call, end, *others)
     thinking = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     config = options_for(model, (start, end), reasoning_config=thinking)
     assert set(config.turns) == {*tokenizer.convert_tokens_to_ids(list(ends))}
-    walk = MarkerTracker(config)
+    tracker = MarkerTracker(config)
 
-    def begun(chat, answer=""):
-        form = {"tokenize": False, "add_generation_prompt": True}
-        text = tokenizer.apply_chat_template(chat, **form) + answer
-        return walk.initial_state(tokenizer(text, add_special_tokens=False).input_ids) % (
-            2 * THINKING
-        )
+    def state_of(chat, answer=""):
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(prompt + answer, add_special_tokens=False).input_ids
+        return tracker.initial_state(ids) % (2 * THINKING)
 
-    fresh = begun(CHAT)
+    fresh = state_of(CHAT)
     assert fresh == THINKING * ("<think>" in template.rpartition("add_generation_prompt")[2])
     for gap, closed in itertools.product((0, 10, 300, 3_000), ("", f"{start} a {end}")):
         text = "</think>" + closed + start + call + "x" * gap
-        assert begun(CHAT, text) == 1
-        assert begun(CHAT, text + end) == 0
-        assert begun(CHAT, "<think>" + "x" * gap) == THINKING
-    # What a user types opens nothing, nor does an earlier answer that was cut off.
+        assert state_of(CHAT, text) == 1
+        assert state_of(CHAT, text + end) == 0
+        assert state_of(CHAT, "<think>" + "x" * gap) == THINKING
+    # Neither a user's text nor an earlier, truncated answer opens a section.
     typed = [*CHAT[:2], {"role": "user", "content": start + call}]
     cut = [CHAT[0], {"role": "assistant", "content": start + call}, CHAT[2]]
-    assert begun(typed) == begun(cut) == fresh
+    assert state_of(typed) == state_of(cut) == fresh
 
 
 QWEN = FAMILIES["Qwen"]
-# What a template may be particular about: (template, the ends of its messages).
-PARTICULAR = {
-    "texts in parts alone": (
-        QWEN.template.replace("m.content", "m.content[0].text"),
-        ["<|im_end|>"],
-    ),
-    "no answer before": (
+# (template, tokens that end its messages); None: unknown.
+TEMPLATES = {
+    "content in parts": (QWEN.template.replace("m.content", "m.content[0].text"), ["<|im_end|>"]),
+    "one message only": (
         "{% if messages | length > 1 %}{{ raise_exception('one') }}{% endif %}" + QWEN.template,
         ["<|im_end|>"],
     ),
@@ -178,58 +164,46 @@ PARTICULAR = {
 }
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """The warnings."""
-    from vllm.logger import init_logger
-
-    found = []
-    logger = init_logger("vllm.vllm_mars.options.prompts")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: found.append(text % values))
-    return found
-
-
-@pytest.mark.parametrize("name", PARTICULAR)
-def test_a_template_may_be_particular(name, model, said):
-    template, ends = PARTICULAR[name]
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_unusual_templates(name, model, warnings):
+    template, ends = TEMPLATES[name]
     tokenizer = write(model, template, "<|im_end|><|im_start|>", *QWEN.call)
     config = options_for(model, ("<tool_call>", "</tool_call>"))
     if ends is None:
         assert config.turns is None
-        assert "by which tokens the chat template ends a message" in said[0]
-        assert ("no chats here" in said[0]) == (name == "a bad one")
+        assert "by which tokens the chat template ends a message" in warnings[0]
+        assert ("no chats here" in warnings[0]) == (name == "a bad one")
     else:
         assert list(config.turns) == tokenizer.convert_tokens_to_ids(ends)
-        assert said == []
+        assert warnings == []
 
 
-def test_the_servers_own_template_counts(tmp_path, model):
-    path = tmp_path / "own.jinja"
+def test_the_servers_template_takes_precedence(tmp_path, model):
+    path = tmp_path / "chat.jinja"
     path.write_text(QWEN.template.replace("<|im_end|>", "<|endoftext|>"))
     tokenizer = write(model, QWEN.template, "<|endoftext|>", *QWEN.call)
-    own = tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
     span = "<tool_call>", "</tool_call>"
-    config = options_for(model, span, {"chat_template": str(path)})
-    assert list(config.turns) == own
-    # As of an engine without a command line.
-    told = {"additional_config": {"mars_chat_template": path.read_text()}}
-    config = options_for(model, span, **told)
-    assert list(config.turns) == own
+    for config in (
+        options_for(model, span, {"chat_template": str(path)}),
+        # An engine without a command line.
+        options_for(model, span, additional_config={"mars_chat_template": path.read_text()}),
+    ):
+        assert list(config.turns) == tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
 
 
-def test_nothing_is_rendered_where_nothing_depends_on_it(model, said):
+def test_nothing_is_rendered_without_spans(model, warnings):
     write(model, "{{ raise_exception('no chats here') }}")
     assert resolved(model, {}).turns is None
-    assert said == []
+    assert warnings == []
 
 
-def test_without_a_tokenizer_it_is_not_known(model, said):
+def test_without_a_tokenizer_the_ends_are_unknown(model, warnings):
     write(model, QWEN.template)
     config = options_for(model, (5, 6), skip_tokenizer_init=True)
-    assert config.turns is None and "(there is no tokenizer)" in said[0]
+    assert config.turns is None and "(there is no tokenizer)" in warnings[0]
 
 
-def test_the_tokenizers_of_mistral_render_by_themselves(model, said):
+def test_mistrals_tokenizers_need_no_template(model, warnings):
     from vllm.tokenizers.mistral import MistralTokenizer
 
     LlamaConfig(vocab_size=131_072, architectures=["LlamaForCausalLM"]).save_pretrained(model)
@@ -238,4 +212,4 @@ def test_the_tokenizers_of_mistral_render_by_themselves(model, said):
     config = options_for(model, ("[TOOL_CALLS]", None), tokenizer_mode="mistral")
     vocab = MistralTokenizer.from_pretrained(str(model)).get_vocab()
     assert {*config.turns} == {vocab["[/INST]"], vocab["</s>"]}
-    assert said == []
+    assert warnings == []

@@ -1,4 +1,4 @@
-"""A request's own options: what is read, and what is refused."""
+"""Options of a request: values, refusals, the record that they make."""
 
 import dataclasses
 import logging
@@ -31,11 +31,7 @@ from vllm_mars.kernels.rules import PRICE as PRICE_RULE
 from vllm_mars.kernels.rules import RULES
 from vllm_mars.options import config as config_module
 from vllm_mars.options import requests
-from vllm_mars.options.config import (
-    DRAWN_PRICE,
-    FIXED_PRICE,
-    split_speculative_config,
-)
+from vllm_mars.options.config import DRAWN_PRICE, FIXED_PRICE, split_speculative_config
 from vllm_mars.options.requests import (
     OVERRIDES,
     RequestOptions,
@@ -47,11 +43,11 @@ from vllm_mars.worker import records
 
 THETA = MarsConfig(theta=0.8)
 PRICE = MarsConfig(price=0.5)
-# The price follows what is left of the bound.
+# The price follows from the remaining budget.
 BOUND = MarsConfig(max_loss=0.5)
-# Strict unless a request asks.
+# Strict by default, lossy on request.
 OPT_IN = MarsConfig(max_loss=0, limit=0.5)
-# That knows the markers of its thinking section.
+# Servers that know the markers of the thinking section.
 THINKS = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8)
 STRICT_ANSWER = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8, scope="thinking")
 ANOTHER = "names another rule than this server's; choose"
@@ -61,12 +57,13 @@ def params(**extra_args):
     return SamplingParams(temperature=0, extra_args=extra_args or None)
 
 
-def record_of(request, config, *own):
-    return records.record_of(options_of(request, config), request, config, *own)
+def record_of(request, config, is_probabilistic=False, max_tokens=99, num_produced=0):
+    options = options_of(request, config)
+    return records.record_of(options, request, config, is_probabilistic, max_tokens, num_produced)
 
 
 def served_with(config):
-    """As much of vLLM's config as carries the options."""
+    """The part of vLLM's config that carries the options."""
     return SimpleNamespace(additional_config={"mars": PickledConfig(config)})
 
 
@@ -155,16 +152,8 @@ def test_values(config, extra_args, expected):
             "not know them; leave it out, or .* with --reasoning-parser",
         ),
         (THETA, {"mars_strict_opening": 1}, "mars_strict_opening is not an option of a request"),
-        (
-            OPT_IN,
-            {"mars_max_loss": 0.75},
-            "above this server's limit of 0.5; choose a value in ",
-        ),
-        (
-            MarsConfig(max_loss=0),
-            {"mars_max_loss": 0.1},
-            "above this server's bound of 0.0; ",
-        ),
+        (OPT_IN, {"mars_max_loss": 0.75}, "above this server's limit of 0.5; choose a value in "),
+        (MarsConfig(max_loss=0), {"mars_max_loss": 0.1}, "above this server's bound of 0.0; "),
     ],
 )
 def test_refused(config, extra_args, message):
@@ -176,18 +165,18 @@ def test_refused(config, extra_args, message):
 
 
 @pytest.mark.parametrize("rule", RULES.values())
-def test_a_limit_is_of_the_bound_whatever_the_rule(rule):
+def test_a_limit_applies_to_the_bound_under_every_rule(rule):
     value = 0.5
     config = MarsConfig(**{rule.name: value}, max_loss=0, limit=0.02)
     assert config.clients_may_relax and not config.lossy
     assert options_of(params(), config).value == rule.strict
-    asked = options_of(params(mars_max_loss=0.02), config)
-    assert (asked.value, asked.max_loss) == (value, 0.02)
+    lossy = options_of(params(mars_max_loss=0.02), config)
+    assert (lossy.value, lossy.max_loss) == (value, 0.02)
     with pytest.raises(ValueError, match=r"above this server's limit of 0.02"):
         check_options(params(mars_max_loss=0.03), config)
 
 
-def test_a_bound_is_the_servers_or_a_smaller_one():
+def test_a_request_may_choose_a_smaller_bound():
     assert options_of(params(), THETA).max_loss == math.inf
     assert options_of(params(mars_max_loss=7), THETA).max_loss == 7
     assert options_of(params(), BOUND).max_loss == 0.5
@@ -204,13 +193,13 @@ def test_a_bound_is_the_servers_or_a_smaller_one():
     ],
 )
 def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_probabilistic, expected):
-    """Four times the bound, or a quarter of the temperature, is twice the price."""
+    """The price grows with the root of bound / temperature."""
 
-    def price(**own):
-        request = params(**own)
+    def price(**extra_args):
+        request = params(**extra_args)
         request.temperature = temperature
         server = MarsConfig(max_loss=0.04)
-        return record_of(request, server, is_probabilistic, 99)[Column.VALUE] / 2**16
+        return record_of(request, server, is_probabilistic)[Column.VALUE] / 2**16
 
     assert price() == pytest.approx(expected * 0.2, abs=2**-15)
     assert price(mars_max_loss=0.01) == pytest.approx(price() / 2, abs=2**-15)
@@ -218,11 +207,12 @@ def test_a_bound_sets_a_price_by_the_kind_of_request(temperature, is_probabilist
     assert price(mars_max_loss=0) == 0
 
 
-def test_a_request_that_asks_gets_what_a_server_with_its_bound_gives():
-    own, server = params(mars_max_loss=0.02), MarsConfig(max_loss=0.02)
-    assert options_of(own, OPT_IN) == options_of(params(), server)
-    assert record_of(own, OPT_IN, False, 99) == record_of(params(), server, False, 99)
-    assert in_force(options_of(own, OPT_IN), OPT_IN) == {"max_loss": 0.02}
+def test_a_requested_bound_equals_that_of_a_server():
+    request = params(mars_max_loss=0.02)
+    server = MarsConfig(max_loss=0.02)
+    assert options_of(request, OPT_IN) == options_of(params(), server)
+    assert record_of(request, OPT_IN) == record_of(params(), server)
+    assert in_force(options_of(request, OPT_IN), OPT_IN) == {"max_loss": 0.02}
     strict = options_of(params(), OPT_IN)
     assert strict == options_of(params(mars_max_loss=0), server)
     assert in_force(strict, OPT_IN) == {"price": 0.0}
@@ -230,23 +220,23 @@ def test_a_request_that_asks_gets_what_a_server_with_its_bound_gives():
 
 @pytest.mark.parametrize("config", [THETA, PRICE, BOUND])
 def test_a_bound_of_0_is_strict(config):
-    """Of a request as of a server."""
+    """Both that of a request and that of a server."""
     assert config.lossy
     strict = RequestOptions(config.rule.strict, max_loss=0)
     assert options_of(params(mars_max_loss=0), config) == strict
     server = dataclasses.replace(config, max_loss=0)
     assert not server.lossy and not server.clients_may_relax
     assert options_of(params(), server) == strict
-    record = record_of(params(), server, False, 99)
+    record = record_of(params(), server)
     assert record[: Column.MAX_TOKENS] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("config", "own", "is_relaxable"),
+    ("config", "extra_args", "is_relaxable"),
     [
         (BOUND, {}, True),
         (BOUND, {"mars_max_loss": 0}, False),
-        # As a file holds it to.
+        # From a file of overrides.
         (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, False),
         (OPT_IN, {}, False),
         (OPT_IN, {"mars_max_loss": 0.02}, True),
@@ -256,10 +246,10 @@ def test_a_bound_of_0_is_strict(config):
         (THETA, {}, True),
     ],
 )
-def test_whose_positions_count_as_relaxable(config, own, is_relaxable):
-    constrained = params(**own)
+def test_relaxable_requests(config, extra_args, is_relaxable):
+    request, constrained = params(**extra_args), params(**extra_args)
     constrained.structured_outputs = StructuredOutputsParams(regex="a+")
-    table = torch.tensor([record_of(it, config, False, 99) for it in (params(**own), constrained)])
+    table = torch.tensor([record_of(request, config), record_of(constrained, config)])
     assert Records(table).relaxes.tolist() == [is_relaxable, False]
 
 
@@ -287,22 +277,22 @@ NAMES = [f"mars_{field.name}" for field in dataclasses.fields(MarsConfig)]
     st.booleans(),
     st.booleans(),
 )
-def test_a_record_holds_whatever_a_request_asks_for(
-    server, own, produced, is_greedy, is_probabilistic
+def test_a_record_holds_every_accepted_request(
+    server, extra_args, produced, is_greedy, is_probabilistic
 ):
     from vllm.exceptions import VLLMValidationError
 
     mars = {"rejection_sample_method": "mars"}
     try:
         config, _ = split_speculative_config(mars | server)
-        request = params(**own)
+        request = params(**extra_args)
     except (ValueError, VLLMValidationError) as error:
         assert len(str(error)) < 1000
         return
     try:
         check_request(request, served_with(config))
     except VLLMValidationError as error:
-        # Behind a front end that checks nothing it goes on nevertheless.
+        # A front end that checks nothing would pass it on.
         assert len(str(error)) < 1000
     request.temperature = float(not is_greedy)
     record = record_of(request, config, is_probabilistic, 2**20, produced)
@@ -310,13 +300,13 @@ def test_a_record_holds_whatever_a_request_asks_for(
     loosest = 0 if config.rule.strict else config.rule.most
     assert 0 <= value <= encode_value(config.rule, loosest) and 0 <= rate <= NO_BOUND
     assert 0 <= lost <= NO_LIMIT
-    # What the record cannot hold raises.
+    # Raises if a number does not fit.
     torch.tensor(record, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("config", [THETA, BOUND])
 @pytest.mark.parametrize("bad", [9, "x", {"mars_price": "x"}])
-def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatch):
+def test_an_unchecked_request_is_strict(config, bad, caplog, monkeypatch):
     monkeypatch.setattr(requests, "_SAID", [])
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for key in (OVERRIDES, "mars_max_loss" if config is BOUND else "mars_theta"):
@@ -327,7 +317,7 @@ def test_what_no_front_end_has_checked_is_strict(config, bad, caplog, monkeypatc
     assert len({id(record) for record in caplog.records}) == 1
 
 
-def test_no_option_is_more_than_the_kernels_hold():
+def test_options_fit_the_records():
     assert price_units(PRICE_RULE.most) == MAX_PRICE_UNITS
     assert loss_rate(config_module.MOST_MAX_LOSS) == NO_BOUND - 1
     assert MAX_STOP_IDS == RECORD_SIZE - Column.STOP_IDS
@@ -348,16 +338,16 @@ def test_the_lock_holds_for_requests(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     strict = MarsConfig(theta=1.0)
     assert options_of(params(mars_theta=1), strict).value == 1
-    chosen = {"mars_max_loss": 0.1}
+    lossy = {"mars_max_loss": 0.1}
     for config in (MarsConfig(theta=0.9, max_loss=0, limit=0.5), OPT_IN):
         message = "mars_max_loss=0.1 is lossy, but this server is locked"
         with pytest.raises(VLLMValidationError, match=message):
-            check_request(params(**chosen), served_with(config))
+            check_request(params(**lossy), served_with(config))
         # In an engine whose front end is not locked.
-        assert options_of(params(**chosen), config).value == config.rule.strict
+        assert options_of(params(**lossy), config).value == config.rule.strict
     check_request(params(mars_theta=1), served_with(strict))
-    for own in ({}, {"mars_max_loss": 0}):
-        check_request(params(**own), served_with(OPT_IN))
+    for strict in ({}, {"mars_max_loss": 0}):
+        check_request(params(**strict), served_with(OPT_IN))
 
 
 def test_structured_output():
@@ -370,17 +360,16 @@ def test_structured_output():
     assert in_force(options, config) == {"theta": 1.0, "strict": "structured_outputs"}
 
 
-def test_a_request_with_more_ends_than_a_record_holds_is_strict():
+def test_a_request_with_too_many_stop_tokens_is_strict():
     for number, strict in ((MAX_STOP_IDS - 1, False), (MAX_STOP_IDS, True)):
         request = SamplingParams(stop_token_ids=[*range(number)])
-        told = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.5}
-        assert in_force(options_of(request, PRICE), PRICE) == told
+        expected = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.5}
+        assert in_force(options_of(request, PRICE), PRICE) == expected
 
 
-def test_options_are_parsed_once_until_they_change():
+def test_changed_options_are_parsed_again():
     request = params(mars_theta=0.85)
-    options = options_of(request, THETA)
-    assert options_of(request, THETA) is options
+    assert options_of(request, THETA).value == 0.85
     request.extra_args["mars_theta"] = 0.95
     assert options_of(request, THETA).value == 0.95
     request.structured_outputs = StructuredOutputsParams(regex="a+")
@@ -389,22 +378,22 @@ def test_options_are_parsed_once_until_they_change():
 
 
 def test_scopes():
-    for config, own, expected in (
+    for config, extra_args, expected in (
         (BOUND, {}, "all"),
         (BOUND, {"mars_scope": "all"}, "all"),
         (THINKS, {"mars_scope": "answer"}, "answer"),
         (STRICT_ANSWER, {}, "thinking"),
         (STRICT_ANSWER, {"mars_scope": "thinking"}, "thinking"),
     ):
-        options = options_of(params(**own), config)
+        options = options_of(params(**extra_args), config)
         assert options.scope == expected
-        told = {} if expected == "all" else {"scope": expected}
-        assert in_force(options, config) == {"max_loss": 0.5, **told}
+        reported = {} if expected == "all" else {"scope": expected}
+        assert in_force(options, config) == {"max_loss": 0.5, **reported}
         number = {"all": 0, "thinking": IN_THINKING, "answer": IN_ANSWER}[expected]
-        assert record_of(params(**own), config, False, 99)[Column.SCOPE] == number
+        assert record_of(params(**extra_args), config)[Column.SCOPE] == number
 
 
-def test_what_is_in_force():
+def test_options_in_force():
     assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.8}
     assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.5}
     assert in_force(options_of(params(), BOUND), BOUND) == {"max_loss": 0.5}
@@ -412,6 +401,6 @@ def test_what_is_in_force():
     assert in_force(options_of(params(mars_price=1), BOUND), BOUND) == {"price": 1.0}
 
 
-def test_return_is_asked_for():
+def test_return():
     for value in (True, 1, False, 0):
         assert options_of(params(mars_return=value), BOUND).wants_return == bool(value)

@@ -1,4 +1,4 @@
-"""What a result file says of the run that made it."""
+"""Description of a run in a result file."""
 
 import sys
 from pathlib import Path
@@ -18,18 +18,20 @@ model\t\t: 9
 """
 
 
-def test_a_command_holds_no_directories_of_this_machine(monkeypatch):
-    command = [
-        *("/a/venv/bin/tool", "--output", "/tmp/x.json", "--model=/models/tiny", "results/a.json"),
-        *('{"model": "/a/head-1.0", "k": 4}', "http://host:1/a/b.json", "../up.json", "a / b", "/"),
-    ]
-    monkeypatch.setattr(sys, "argv", command)
-    assert describe_run(None)["command"] == [
-        *("tool", "--output", "x.json", "--model=tiny", "results/a.json"),
-        *('{"model": "head-1.0", "k": 4}', "http://host:1/a/b.json", "../up.json", "a / b", "/"),
-    ]
+def test_a_command_shows_no_directories_of_this_machine(monkeypatch):
+    shown = {
+        "/a/venv/bin/tool": "tool",
+        "--output": "--output",
+        "/tmp/x.json": "x.json",
+        "--model=/models/tiny": "--model=tiny",
+        "results/a.json": "results/a.json",
+        '{"model": "/a/head-1.0", "k": 4}': '{"model": "head-1.0", "k": 4}',
+    }
+    unchanged = ["http://host:1/a/b.json", "../up.json", "a / b", "/"]
+    monkeypatch.setattr(sys, "argv", [*shown, *unchanged])
+    assert describe_run(None)["command"] == [*shown.values(), *unchanged]
 
 
-def test_a_processor_is_told_by_its_numbers(monkeypatch):
+def test_a_processor_is_described_by_its_numbers(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path: CPUINFO)
     assert hardware(None)["cpu"] == "AMD EPYC, family 25, model 1, stepping 1"

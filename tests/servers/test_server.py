@@ -1,9 +1,7 @@
-"""The server child: it answers, its failures are shown, and nothing of it is left."""
+"""A server as a child process: answers, failures, and no process left."""
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 import uuid
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import MARK, marked, wait_until
+from processes import MARK, marked, start, wait_until
 from stand_in import StandInServer
 from vllm_mars.servers.scrape import (
     ACCEPTED_TOKENS,
@@ -44,7 +42,10 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark):
         answer = openai_client(server.base_url, 60).chat.completions.create(
             model=str(packaged_model),
             messages=[{"role": "user", "content": "Repeat: red green blue, red green blue."}],
-            **{"max_tokens": 24, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+            max_tokens=24,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=2,
         )
         metrics = server.metrics()
         assert len(marked(mark)) >= 2
@@ -102,7 +103,7 @@ def test_a_crash_shows_the_end_of_the_log(packaged_model, tmp_path, mark):
 def test_no_process_outlives_an_owner_that_is_interrupted(
     packaged_model, tmp_path, mark, server_class
 ):
-    """While the engine starts, with processes deep enough that the server has children."""
+    """The interrupt comes while the engine starts, after the server has child processes."""
     owner = textwrap.dedent(f"""
         import time
         from pathlib import Path
@@ -111,18 +112,10 @@ def test_no_process_outlives_an_owner_that_is_interrupted(
             print("started", flush=True)
             time.sleep(300)
     """)
-    process = subprocess.Popen(
-        [sys.executable, "-c", owner],
-        cwd=tmp_path,
-        env={**os.environ, MARK: mark, "PYTHONPATH": str(Path(__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        # A shell that starts the tests in the background makes them ignore SIGINT, children too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    tests = str(Path(__file__).parents[1])
+    process = start("-c", owner, mark=mark, cwd=tmp_path, PYTHONPATH=tests)
     assert process.stdout.readline() == "started\n"
     wait_until(lambda: len(marked(mark)) >= 4, 120, "the engine core")
     process.send_signal(signal.SIGINT)
-    process.wait(60)
+    process.communicate(timeout=60)
     wait_until(lambda: marked(mark) == [], 30, "the end of all processes")

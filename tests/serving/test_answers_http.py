@@ -1,4 +1,4 @@
-"""Constrained answers, and what an answer tells, over real HTTP."""
+"""Constrained answers and reports of `mars_return` over real HTTP."""
 
 import functools
 import json
@@ -15,11 +15,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
 REGEX = r"[A-Z][a-z]{2,5}-[0-9]{3}"
 CHOICES = ["Paris", "Rome", "Madrid"]
-TOOL = {
-    "type": "function",
-    "function": {"name": "add_pet", "parameters": PET, "strict": True},
-}
-SUBJECTS = ("a cat called Tom", "a dog called Rex", "a bird", "the cat of a friend", "my own pet")
+TOOL = {"type": "function", "function": {"name": "add_pet", "parameters": PET, "strict": True}}
+SUBJECTS = ("a cat called Tom", "a dog called Rex", "a bird", "the cat of a friend", "my pet")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +28,7 @@ def client(lossy_server):
 
 
 def create(client, number, **options):
-    """One answer about a subject; every other request is sampled."""
+    """Returns an answer about a subject; half of the numbers are sampled requests."""
     return client.chat.completions.create(
         model="model",
         messages=[{"role": "user", "content": f"Describe {SUBJECTS[number % len(SUBJECTS)]}."}],
@@ -75,7 +72,7 @@ def test_constrained_answers_are_valid(client, times):
             job.result()
 
 
-def test_an_answer_tells_what_verification_did(client):
+def test_reports(client):
     def ask(**extra):
         request = {
             "model": "model",
@@ -86,48 +83,47 @@ def test_an_answer_tells_what_verification_did(client):
         }
         return client.chat.completions.create(**request)
 
-    def told(answer):
+    def reports(answer):
         return answer.metrics["mars"]
 
-    wanted = {"extra_body": {"vllm_xargs": {"mars_return": True}, "return_token_ids": True}}
-    (whole,) = told(ask(**wanted))
+    report = {"extra_body": {"vllm_xargs": {"mars_return": True}, "return_token_ids": True}}
+    (whole,) = reports(ask(**report))
     assert whole["theta"] == 0.3
     assert whole["num_relaxed_tokens"] == len(whole["relaxed_positions"])
     assert len(whole["loss_nats"]) == len(whole["relaxed_positions"])
-    chunks = list(ask(**wanted, stream=True, stream_options={"include_usage": True}))
-    assert told(chunks[-1]) == [whole]
-    (strict,) = told(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_max_loss": 0}}))
+    chunks = list(ask(**report, stream=True, stream_options={"include_usage": True}))
+    assert reports(chunks[-1]) == [whole]
+    (strict,) = reports(ask(extra_body={"vllm_xargs": {"mars_return": True, "mars_max_loss": 0}}))
     nothing = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
     assert strict == {"theta": 1.0, **nothing}
     assert ask().model_extra.get("metrics") is None
 
     def check(answer):
         lengths = [len(choice.token_ids) for choice in answer.choices]
-        assert [len(each["log_ratios"]) for each in told(answer)] == lengths
+        assert [len(report["log_ratios"]) for report in reports(answer)] == lengths
         return lengths
 
     def ratios(answer):
-        return [ratio for each in told(answer) for ratio in each["log_ratios"]]
+        return [ratio for report in reports(answer) for ratio in report["log_ratios"]]
 
-    # What else a step computes rounds them otherwise.
+    # Rounding depends on the other requests of a step.
     close = functools.partial(pytest.approx, abs=1e-4)
-
     sampling = {"temperature": 1.0, "seed": 3, "n": 3}
-    whole = ask(**wanted, **sampling)
+    whole = ask(**report, **sampling)
     assert len(check(whole)) == 3
-    # A string that stands in the middle of the first answer, and ends it in the front end.
+    # A stop string from the middle of the first answer, which the front end finds.
     text = whole.choices[0].message.content
-    cut = ask(**wanted, **sampling, stop=text[len(text) // 2 :][:3])
+    cut = ask(**report, **sampling, stop=text[len(text) // 2 :][:3])
     assert check(cut)[0] < len(whole.choices[0].token_ids)
     assert cut.choices[0].finish_reason == "stop"
-    of_cut = told(cut)[0]["log_ratios"]
-    assert of_cut == close(told(whole)[0]["log_ratios"][: len(of_cut)])
+    cut_ratios = reports(cut)[0]["log_ratios"]
+    assert cut_ratios == close(reports(whole)[0]["log_ratios"][: len(cut_ratios)])
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    streamed = list(ask(**wanted, **sampling, **usage))[-1]
+    streamed = list(ask(**report, **sampling, **usage))[-1]
     assert ratios(streamed) == close(ratios(whole))
 
     prompts = {"model": "model", "prompt": ["one two three one two", "a b c a b"], "max_tokens": 24}
-    completion = client.completions.create(**prompts, **wanted, **sampling)
+    completion = client.completions.create(**prompts, **report, **sampling)
     assert len(check(completion)) == 6
-    streamed = list(client.completions.create(**prompts, **wanted, **sampling, **usage))[-1]
+    streamed = list(client.completions.create(**prompts, **report, **sampling, **usage))[-1]
     assert ratios(streamed) == close(ratios(completion))

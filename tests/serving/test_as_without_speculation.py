@@ -1,7 +1,7 @@
-"""At price 0 each kind of request answers over HTTP as a server without speculation answers it.
+"""Answers at price 0 over HTTP equal those of a server without speculation.
 
-Tokens, logprobs, usage and reasons to end, of greedy answers; of sampled ones, whose random numbers
-are others under speculation, the first token, and all that does not hang on tokens.
+Greedy answers have the same tokens, logprobs, usage and finish reasons. Sampled answers use other
+random numbers under speculation, so only the first token and the rest of the answer are compared.
 """
 
 import json
@@ -60,8 +60,8 @@ TABLE = [
     (CHAT, {"logprobs": True, "logprob_token_ids": [5, 6], **STREAM}),
     *(("/generative_scoring", {"apply_softmax": softmax}) for softmax in (True, False)),
 ]
-# Of an answer: which it is, and what speculation does.
-ITS_OWN = {"id", "created", "created_at", "metrics", "system_fingerprint"}
+# Keys that differ between any two answers, or with speculation.
+IGNORED = {"id", "created", "created_at", "metrics", "system_fingerprint"}
 
 
 @pytest.fixture(scope="module")
@@ -70,54 +70,54 @@ def plain_server(bytes_model, tmp_path_factory):
         yield running
 
 
-def answer(server, route, body, **own):
-    """Status and content of an answer; of a stream, its parts put together."""
-    given = {**GREEDY, **NEEDED[route], **body, **own}
-    response = httpx.post(server.base_url + route, json=given, timeout=60, trust_env=False)
+def answer(server, route, body, **extra):
+    """Returns the status and the content of an answer, with the parts of a stream merged."""
+    content = {**GREEDY, **NEEDED[route], **body, **extra}
+    response = httpx.post(server.base_url + route, json=content, timeout=60, trust_env=False)
     if "stream" not in body:
         return response.status_code, response.json()
     parts = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
     whole = {}
     for part in map(json.loads, parts):
-        put_together(whole, part)
+        merge(whole, part)
     return response.status_code, whole
 
 
-def put_together(whole, part):
-    """Adds a part of a stream: texts and lists grow, numbers and the rest are the last's."""
+def merge(whole, part):
+    """Merges a part of a stream: strings and lists grow, other values are replaced."""
     for key, value in part.items():
         if isinstance(value, dict):
-            put_together(whole.setdefault(key, {}), value)
+            merge(whole.setdefault(key, {}), value)
         elif key == "choices":
             for choice in value:
-                put_together(whole.setdefault(choice["index"], {}), choice)
+                merge(whole.setdefault(choice["index"], {}), choice)
         elif key in ("content", "text") or isinstance(value, list):
             whole[key] = whole[key] + value if key in whole else value
         elif value is not None:
             whole[key] = value
 
 
-def differences(one, other, of=""):
-    """Where two answers differ, numbers by more than rounding."""
+def differences(one, other, path=""):
+    """Lists the differences of two answers; numbers may differ by rounding."""
     if isinstance(one, dict) and isinstance(other, dict):
-        keys = (one.keys() | other.keys()) - ITS_OWN
-        pairs = [(f"{of}.{key}", one.get(key), other.get(key)) for key in sorted(keys, key=str)]
+        keys = (one.keys() | other.keys()) - IGNORED
+        pairs = [(f"{path}.{key}", one.get(key), other.get(key)) for key in sorted(keys, key=str)]
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = [(f"{of}[{place}]", value, other[place]) for place, value in enumerate(one)]
+        pairs = [(f"{path}[{i}]", *both) for i, both in enumerate(zip(one, other, strict=True))]
     elif isinstance(one, float) and isinstance(other, float):
-        return [] if math.isclose(one, other, abs_tol=1e-3) else [f"{of}: {one} {other}"]
+        return [] if math.isclose(one, other, abs_tol=1e-3) else [f"{path}: {one} {other}"]
     else:
-        return [] if one == other else [f"{of}: {one!r} {other!r}"]
-    return [found for of, *both in pairs for found in differences(*both, of)]
+        return [] if one == other else [f"{path}: {one!r} {other!r}"]
+    return [line for path, one, other in pairs for line in differences(one, other, path)]
 
 
 @pytest.mark.parametrize(("route", "body"), TABLE, ids=str)
 def test_an_answer(bounded_server, plain_server, route, body):
     expected = answer(plain_server, route, body)
     assert expected[0] == 200, expected
-    own = {} if route == "/generative_scoring" else {"vllm_xargs": {"mars_price": 0}}
-    found = answer(bounded_server, route, body, **own)
-    differing = differences(list(expected), list(found))
+    extra = {} if route == "/generative_scoring" else {"vllm_xargs": {"mars_price": 0}}
+    actual = answer(bounded_server, route, body, **extra)
+    differing = differences(list(expected), list(actual))
     if "seed" in body and "max_tokens" not in body:
         words = ("text", "token_ids")
         differing = [line for line in differing if not any(word in line for word in words)]
@@ -125,7 +125,7 @@ def test_an_answer(bounded_server, plain_server, route, body):
 
 
 def test_drafts_are_accepted(bounded_server):
-    """Of answers as in the table, or it proves nothing."""
+    """Without accepted drafts the comparison would prove nothing."""
 
     def accepted():
         return bounded_server.metrics()["vllm:spec_decode_num_accepted_tokens_total"]

@@ -1,6 +1,6 @@
 """Real vLLM engines on the packaged model: identity at theta = 1, the rule below it.
 
-One lossy engine answers with each theta that a request asks for. `tests/conformance` samples.
+One lossy engine serves every theta. Sampled requests are tested in `tests/conformance`.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ PROMPTS = [
 
 
 class Run(NamedTuple):
-    """What one engine produced, and how many tokens its drafts brought."""
+    """An engine's greedy answers, and its counts of drafts and accepted tokens."""
 
     sampler: str
     prompts: list[list[int]]
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 
 def look_at_worker(worker):
-    """Runs in the worker: the sampler's class."""
+    """Runs in the worker; returns the sampler's class."""
     sampler = type(worker.model_runner.rejection_sampler)
     return f"{sampler.__module__}.{sampler.__qualname__}"
 
@@ -44,17 +44,21 @@ def generate(llm, extra_args=None):
     (sampler,) = llm.collective_rpc(look_at_worker)
     params = SamplingParams(temperature=0, max_tokens=32, extra_args=extra_args)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    before = drafted_and_accepted(llm)
+    before = drafts_and_accepted(llm)
     outputs = llm.chat(chats, params, use_tqdm=False)
-    counts = (b - a for a, b in zip(before, drafted_and_accepted(llm), strict=True))
-    prompts = [list(output.prompt_token_ids) for output in outputs]
-    return Run(sampler, prompts, [list(output.outputs[0].token_ids) for output in outputs], *counts)
+    drafts, accepted = (b - a for a, b in zip(before, drafts_and_accepted(llm), strict=True))
+    return Run(
+        sampler=sampler,
+        prompts=[list(output.prompt_token_ids) for output in outputs],
+        tokens=[list(output.outputs[0].token_ids) for output in outputs],
+        drafts=drafts,
+        accepted=accepted,
+    )
 
 
-def drafted_and_accepted(llm):
-    """The engine's counters of drafts and of accepted tokens."""
-    found = counters(llm)
-    return [found[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens")]
+def drafts_and_accepted(llm):
+    counts = counters(llm)
+    return [counts[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens")]
 
 
 CHOICE = {**MARS, "mars_theta": 0.3}
@@ -63,32 +67,32 @@ IN_PROCESS = {**PACKAGED, "skip_tokenizer_init": False}
 
 @pytest.fixture(scope="module")
 def strict(packaged_model):
-    """vLLM's own verification with the plugin installed but not asked for."""
+    """vLLM's verification, with the plugin installed but off."""
     with engine_in_process(packaged_model, NGRAM, **IN_PROCESS) as llm:
         return generate(llm)
 
 
 # After `strict`: two engines in one process disturb each other.
 @pytest.fixture(scope="module")
-def by_request(packaged_model, strict):
-    """Of an engine whose requests may choose theta from 0.3 on."""
+def by_theta(packaged_model, strict):
+    """Answers of an engine whose requests may choose theta from 0.3."""
     with engine_in_process(packaged_model, CHOICE, **IN_PROCESS) as llm:
         return {theta: generate(llm, extra_args={"mars_theta": theta}) for theta in (1.0, 0.9)}
 
 
-def test_theta_1_is_vllm(strict, by_request):
-    theta_1 = by_request[1.0]
+def test_theta_1_is_vllm(strict, by_theta):
+    theta_1 = by_theta[1.0]
     assert strict.sampler == "vllm.v1.sample.rejection_sampler.RejectionSampler"
     assert theta_1.sampler == "vllm_mars.worker.sampler_v1.MarsRejectionSampler"
     assert theta_1.tokens == strict.tokens
     assert (theta_1.drafts, theta_1.accepted) == (strict.drafts, strict.accepted)
 
 
-def test_relaxed_tokens_are_runners_up(packaged_model, strict, by_request):
-    """Checked by an independent forward pass: every token is first, or second within the margin."""
+def test_relaxed_tokens_are_runners_up(packaged_model, strict, by_theta):
+    """In another forward pass every token is the argmax, or second within the margin."""
     from transformers import AutoModelForCausalLM
 
-    theta_09 = by_request[0.9]
+    theta_09 = by_theta[0.9]
     assert theta_09.accepted / theta_09.drafts > strict.accepted / strict.drafts
     model = AutoModelForCausalLM.from_pretrained(packaged_model, dtype=torch.float32).eval()
     # The two implementations differ in rounding.

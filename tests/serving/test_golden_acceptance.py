@@ -1,4 +1,4 @@
-"""The packaged model with its head accepts as many drafts as when its table was made."""
+"""Acceptance of the packaged model's head against a stored table."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 
 from golden_acceptance import GOLDEN, RULES, K, measure
 
-# On the worker that has packaged engines in its process already.
+# Runs on the worker that already has packaged engines in its process.
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("test_end_to_end")]
 
-# Another processor rounds differently, and an answer may go another way at a near tie.
+# Rounding differs between processors, so answers may differ after a near tie.
 TOLERANCE = 0.05
 
 
@@ -34,9 +34,9 @@ def test_acceptance_by_position(golden, measured, rule):
     assert sum(rates) == pytest.approx(sum(accepted) / drafts, rel=TOLERANCE)
 
 
-def test_the_table_has_no_other_rules_and_tells_them_apart(golden):
+def test_the_table_has_these_rules_and_they_differ(golden):
     assert golden.keys() == RULES.keys()
-    lengths = {rule: sum(of["accepted"]) / of["drafts"] for rule, of in golden.items()}
+    lengths = {rule: sum(row["accepted"]) / row["drafts"] for rule, row in golden.items()}
     strict = lengths.pop("strict")
-    # A rule that fell back to strict verification would be noticed.
+    # A rule that fell back to strict verification is noticed.
     assert min(lengths.values()) > (1 + 2 * TOLERANCE) * strict

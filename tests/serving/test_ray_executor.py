@@ -1,4 +1,4 @@
-"""`vllm serve` on vLLM's Ray executor: two ranks, and nodes that differ."""
+"""`vllm serve` on vLLM's Ray executor: two ranks, nodes with different versions."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 from clusters import cluster
 from processes import MARK, marked, wait_until
-from test_tensor_parallel import PROMPTS, generate
+from test_tensor_parallel import PROMPTS, generate, models_and_config
 from vllm_mars import __version__
 from vllm_mars.servers.scrape import fetch
 from vllm_mars.servers.server import VllmServer
@@ -26,44 +26,34 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    tiny_models.eagle(directory / "eagle", tiny_models.llama(directory / "target"))
-    tiny_models.tokenizer(directory / "target")
-    return directory
+    """A target and its speculative config."""
+    target, config = models_and_config(tmp_path_factory.mktemp("models"))
+    tiny_models.tokenizer(target)
+    return target, config
 
 
-def speculation(models):
-    """A theta that takes every runner-up would show rounding; this one takes some."""
-    return {
-        "method": "eagle",
-        "model": str(models / "eagle"),
-        "num_speculative_tokens": tiny_models.NUM_DRAFT_TOKENS,
-        "rejection_sample_method": "mars",
-        "mars_theta": 0.5,
-    }
-
-
-def address_of(ray_cluster):
-    return {"RAY_ADDRESS": ray_cluster.address}
-
-
-def two_ranks(models, environment, log_path, mark):
-    """The server, which is not started yet."""
+def two_ranks(models, ray_cluster, log_path, mark):
+    """Makes a server without starting it."""
+    target, config = models
     args = [
-        *("--enforce-eager", "--dtype", "float32", "--served-model-name", "tiny"),
-        *("--max-model-len", "128", "--max-num-seqs", "4"),
-        *("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
-        *("--worker-extension-cls", "look.Look"),
-        *("--speculative-config", json.dumps(speculation(models))),
+        "--enforce-eager",
+        "--dtype=float32",
+        "--served-model-name=tiny",
+        "--max-model-len=128",
+        "--max-num-seqs=4",
+        "--tensor-parallel-size=2",
+        "--distributed-executor-backend=ray",
+        "--worker-extension-cls=look.Look",
+        f"--speculative-config={json.dumps(config)}",
     ]
     env = {
-        **environment,
-        # On one memory node vLLM wants to be told which cores are whose.
+        "RAY_ADDRESS": ray_cluster.address,
+        # vLLM requires a binding of cores on one memory node.
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_SERVER_DEV_MODE": "1",
         MARK: mark,
     }
-    return VllmServer(models / "target", args, log_path=log_path, env=env)
+    return VllmServer(target, args, log_path=log_path, env=env)
 
 
 def post(server, path, body):
@@ -71,7 +61,7 @@ def post(server, path, body):
 
 
 def complete(server, prompt):
-    """The tokens of one greedy answer."""
+    """Returns the tokens of a greedy answer."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -87,20 +77,20 @@ def complete(server, prompt):
 def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
     with (
         cluster({"num_cpus": 2, "num_gpus": 2}) as two_slots,
-        two_ranks(models, address_of(two_slots), tmp_path / "server.log", "served") as server,
+        two_ranks(models, two_slots, tmp_path / "server.log", "served") as server,
     ):
         served = [complete(server, prompt) for prompt in PROMPTS]
         ranks = post(server, "/collective_rpc", {"method": "look"})["results"]
         metrics = server.metrics()
-    expected, _, _ = generate(models / "target", speculation(models), ranks=1)
+    expected, *_ = generate(*models, ranks=1)
     assert served == expected
     assert sorted(rank for rank, _, _ in ranks) == [0, 1]
     assert {module for _, module, _ in ranks} == {"vllm_mars.worker.sampler_v1"}
     last = PROMPTS[-1] + served[-1]
     for rank, _, tokens in ranks:
-        # The last token of all is never fed back.
+        # The last token is never fed back.
         assert tokens[: len(last) - 1] == last[:-1], f"rank {rank}"
-    # Each is counted once, not once for each rank.
+    # Tokens are counted once, not once per rank.
     assert metrics["vllm:generation_tokens_total"] == TOKENS * len(PROMPTS)
     accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
     drafted = metrics["vllm:spec_decode_num_draft_tokens_total"]
@@ -109,12 +99,12 @@ def test_two_ranks_on_ray_serve_what_one_generates(models, tmp_path):
 
 @pytest.mark.nightly
 def test_a_node_that_differs_is_refused_by_name(models, tmp_path):
-    """By Ray's own error, which names the rank and the node."""
+    """Ray's error names the rank and the node."""
     differs = {"num_cpus": 1, "num_gpus": 1, "env_vars": {"VLLM_MARS_TEST_NODE": "version 0.0.1"}}
     with cluster({"num_cpus": 1, "num_gpus": 1}, differs) as two_nodes:
         log = tmp_path / "server.log"
         with pytest.raises(RuntimeError, match="ended while starting with exit status 1"):
-            two_ranks(models, address_of(two_nodes), log, "differs").__enter__()
+            two_ranks(models, two_nodes, log, "differs").__enter__()
         wait_until(lambda: not marked("differs"), 20, "the server's processes end")
     text = log.read_text()
     assert re.search(r"_TP1:RayWorkerProc.*ip=[\d.]+", text)

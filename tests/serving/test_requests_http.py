@@ -1,4 +1,4 @@
-"""A request's own theta over real HTTP, with the official client, in a server that streams."""
+"""Per-request theta over real HTTP with the official client; overrides of a running server."""
 
 import json
 import math
@@ -27,12 +27,12 @@ def client(lossy_server):
 
 
 def body(theta):
-    """What a client adds to its request."""
+    """Keys that a client adds to its request."""
     return {} if theta is None else {"extra_body": {"vllm_xargs": {"mars_theta": theta}}}
 
 
 def ask(client, subject, theta, **options):
-    """The text of one streamed answer."""
+    """Returns the text of a streamed answer."""
     prompt = f"Repeat twice, word for word: {subject}. Then explain it in two sentences."
     stream = client.chat.completions.create(
         model="model",
@@ -49,20 +49,21 @@ def ask(client, subject, theta, **options):
 @pytest.mark.parametrize(
     "subjects", [SUBJECTS[:2], pytest.param(SUBJECTS, marks=pytest.mark.nightly)], ids=len
 )
-def test_streams_of_mixed_theta_are_each_what_they_are_alone(client, subjects):
+def test_streams_of_mixed_theta_do_not_affect_each_other(client, subjects):
     thetas = (1, 0.3, None, 0.7)[: len(subjects) + 1]
     requests = [(subject, theta) for subject in subjects for theta in thetas]
-    alone = [ask(client, *request) for request in requests]
+    sequential = [ask(client, *request) for request in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
-        together = list(pool.map(lambda request: ask(client, *request), requests))
-    assert together == alone
-    strict = [text for text, (_, theta) in zip(alone, requests, strict=True) if theta == 1]
-    loose = [text for text, (_, theta) in zip(alone, requests, strict=True) if theta == 0.3]
-    assert strict != loose, "theta of a request has no effect"
+        concurrent = list(pool.map(lambda request: ask(client, *request), requests))
+    assert concurrent == sequential
+    texts = {1: [], 0.3: [], None: [], 0.7: []}
+    for text, (_, theta) in zip(sequential, requests, strict=True):
+        texts[theta].append(text)
+    assert texts[1] != texts[0.3], "theta of a request has no effect"
 
 
 def ask_all_endpoints(client, theta):
-    """The texts of a completion, a response and a chat."""
+    """Returns the texts of a completion, a response and a chat."""
     prompt = "one two three four, one two three"
     completion = client.completions.create(
         model="model", prompt=prompt, temperature=0, max_tokens=10, **body(theta)
@@ -80,19 +81,19 @@ def ask_all_endpoints(client, theta):
     return completion.choices[0].text, response.output_text, chat.choices[0].message.content
 
 
-def test_every_endpoint_takes_it(client):
+def test_every_endpoint_takes_theta(client):
     texts = {theta: ask_all_endpoints(client, theta) for theta in (1, 0.3)}
     assert all(texts[1])
-    # Responses and chat see the same prompt, so each theta gives the same text through both.
+    # Responses and chat have the same prompt, so they return the same text.
     assert all(responses == chat for _, responses, chat in texts.values())
 
 
 def test_a_running_server_is_made_stricter(lossy_server, client):
-    """By a file, for every route; what cannot be read changes nothing."""
+    """By a file, for every route; an invalid file changes nothing."""
     file = lossy_server.log_path.with_name("overrides.json")
 
     def thetas(text):
-        """In force with this text in the file: of no theta asked for, of 0.3 and of 0.95."""
+        """Returns the thetas in force with this file, for requests of no theta, 0.3 and 0.95."""
         if text is None:
             file.unlink()
         else:
@@ -103,15 +104,15 @@ def test_a_running_server_is_made_stricter(lossy_server, client):
                 model="model",
                 prompt="one, two",
                 max_tokens=2,
-                extra_body={"vllm_xargs": {"mars_return": True, **own}},
+                extra_body={"vllm_xargs": {"mars_return": True, **options}},
             )
-            for own in ({}, {"mars_theta": 0.3}, {"mars_theta": 0.95})
+            for options in ({}, {"mars_theta": 0.3}, {"mars_theta": 0.95})
         ]
         return [answer.metrics["mars"][0]["theta"] for answer in answers]
 
     def gauges():
-        found = lossy_server.metrics().items()
-        named = {key.partition("{")[2]: value for key, value in found if OVERRIDE in key}
+        metrics = lossy_server.metrics().items()
+        named = {key.partition("{")[2]: value for key, value in metrics if OVERRIDE in key}
         return {
             option: value
             for option in ("mars_theta", "mars_max_loss")
@@ -141,14 +142,13 @@ def test_a_running_server_is_made_stricter(lossy_server, client):
     assert ask_all_endpoints(client, 0.3) != strict[0]
     errors = [line for line in lossy_server.log_path.open() if "Until then this stays" in line]
     assert len(errors) == 4
-    assert (
-        "JSON" in errors[0] and "mars_theta=0.2 is looser than this server's own 0.3" in errors[1]
-    )
+    assert "JSON" in errors[0]
+    assert "mars_theta=0.2 is looser than this server's own 0.3" in errors[1]
     assert "did you mean mars_theta" in errors[2] and "No such file" in errors[3]
 
 
 def refusals():
-    """(vllm_xargs, what the error says) of requests that are refused."""
+    """Pairs of `vllm_xargs` that are refused and a part of the message."""
     return [
         ({"mars_theta": 2}, "mars_theta=2 is outside (0, 1]"),
         ({"mars_theta": math.nan}, "mars_theta=nan is outside (0, 1]"),
@@ -156,19 +156,19 @@ def refusals():
         ({"mars_theta": 2**63}, "mars_theta=9223372036854775808 is outside (0, 1]"),
         ({"mars_theta": 0.2}, "below this server's own 0.3, but a request may only be stricter"),
         ({"mars_return": "no"}, "mars_return='no' is not true or false"),
-        # The front end's own key.
+        # A key that only the front end may set.
         ({"mars_overrides": 0}, "mars_overrides is not an option of a request"),
     ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_values_are_that_clients_error_alone(lossy_server, client, stream):
-    """While another request runs in the batch: 400 with the field and the range."""
+def test_bad_values_are_refused_and_affect_nobody_else(lossy_server, client, stream):
+    """HTTP 400 with the field and the range, while another request runs."""
     expected = ask(client, SUBJECTS[0], 0.7)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(ask, client, SUBJECTS[0], 0.7)
         for xargs, message in refusals():
-            # The client would not send NaN, but others can.
+            # The official client cannot send NaN.
             response = httpx.post(
                 f"{lossy_server.base_url}/v1/chat/completions",
                 content=json.dumps(
@@ -190,17 +190,14 @@ def test_bad_values_are_that_clients_error_alone(lossy_server, client, stream):
     assert ask(client, SUBJECTS[0], 0.7) == expected
 
 
-def test_a_refusal_reaches_the_official_client(client):
+@pytest.mark.parametrize("mode", ["chat", ("stream",), ("background",), ("background", "stream")])
+def test_a_stream_is_refused_before_it_begins(client, mode):
     with pytest.raises(openai.BadRequestError, match=r"own 0.3") as refused:
-        ask(client, SUBJECTS[0], 0.1)
-    assert refused.value.param == "vllm_xargs"
-
-
-@pytest.mark.parametrize("mode", [("stream",), ("background",), ("background", "stream")])
-def test_a_response_is_refused_before_it_begins(client, mode):
-    further = dict.fromkeys(mode, True)
-    with pytest.raises(openai.BadRequestError, match=r"own 0.3") as refused:
-        client.responses.create(model="model", input="Hi", **further, **body(0.1))
+        if mode == "chat":
+            ask(client, SUBJECTS[0], 0.1)
+        else:
+            modes = dict.fromkeys(mode, True)
+            client.responses.create(model="model", input="Hi", **modes, **body(0.1))
     assert refused.value.param == "vllm_xargs"
 
 

@@ -1,7 +1,4 @@
-"""The Ray Serve application: its answers, what is refused at once, and replicas under load.
-
-One of them is killed; others take their place when the value of the rule changes.
-"""
+"""The Ray Serve application: answers, refusals, replicas that are killed or replaced under load."""
 
 import asyncio
 import contextlib
@@ -30,13 +27,13 @@ MARK_VALUE = "serve"
 REPLICA = "ray::ServeReplica:default:LLMServer"
 NUM_STREAMS = 200
 IN_FLIGHT = 24
-# Of a load that goes on while engines start on the same cores.
+# Load while engines start on the same cores.
 FEW_IN_FLIGHT = 6
 TOKENS = 24
 # A request may wait until engines have started.
 SECONDS = 300
 PROMPTS = [f"w{10 + n} w{20 + n} w{30 + n} w{10 + n} w{20 + n}" for n in range(10)]
-# Without the override the cache would take VLLM_CPU_KVCACHE_SPACE in each replica.
+# Without the override each replica would allocate VLLM_CPU_KVCACHE_SPACE.
 ENGINE = {
     "max_model_len": 128,
     "max_num_seqs": 32,
@@ -47,10 +44,10 @@ ENGINE = {
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    """Eight pretended CPUs; leaves no process."""
+    """A cluster with eight virtual CPUs that leaves no process."""
     environment = {
         MARK: MARK_VALUE,
-        # A loaded machine answers late.
+        # A busy machine answers late.
         "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
         "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
     }
@@ -67,30 +64,28 @@ def test_options_of_a_command_line_are_text():
         {"min_replicas": "2", "engine_kwargs": '{"tensor_parallel_size": 4}', "routing": "load"}
     )
     assert options.min_replicas == 2
-    own = {"min_replicas": 0, "max_replicas": 2, "target_ongoing_requests": 2}
-    given = {**own, "autoscaling": '{"downscale_delay_s": 5}'}
-    found = _autoscaling_config(Options.model_validate(given))
-    assert found == {**own, "downscale_delay_s": 5}
+    scaling = {"min_replicas": 0, "max_replicas": 2, "target_ongoing_requests": 2}
+    further = Options.model_validate({**scaling, "autoscaling": '{"downscale_delay_s": 5}'})
+    assert _autoscaling_config(further) == {**scaling, "downscale_delay_s": 5}
     assert options.engine_kwargs == {"tensor_parallel_size": 4}
     assert options.speculative_config == SPECULATION
     with pytest.raises(ValueError, match="routing"):
         Options(routing="random")
 
 
-def test_the_engine_learns_of_the_tool_parser_and_the_chat_template():
-    """Ray gives them to the API server alone; the strict spans follow from them."""
+def test_the_engine_gets_the_tool_parser_and_the_chat_template():
+    """Ray passes them only to the API server, but strict spans follow from them."""
     from vllm_mars.ray_serve import Options, _engine_kwargs
 
-    given = {"tool_call_parser": "hermes", "chat_template": "own", "additional_config": {"own": 1}}
-    found = _engine_kwargs(Options(engine_kwargs=given))
-    told = {"mars_tool_call_parser": "hermes", "mars_chat_template": "own"}
-    assert found["additional_config"] == {"own": 1, **told}
+    kwargs = {"tool_call_parser": "hermes", "chat_template": "t", "additional_config": {"x": 1}}
+    assert _engine_kwargs(Options(engine_kwargs=kwargs))["additional_config"] == {
+        "x": 1,
+        "mars_tool_call_parser": "hermes",
+        "mars_chat_template": "t",
+    }
     strict = {"method": "ngram", "num_speculative_tokens": 4}
-    found = _engine_kwargs(Options(engine_kwargs=given, speculative_config=strict))
-    assert found == {**given, "speculative_config": strict}
-
-
-DELAY = '{"downscale_delay": 60}'
+    options = Options(engine_kwargs=kwargs, speculative_config=strict)
+    assert _engine_kwargs(options) == {**kwargs, "speculative_config": strict}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +95,7 @@ DELAY = '{"downscale_delay": 60}'
         ({"min_replicas": 3, "max_replicas": 2}, ValueError, "max_replicas .2. must be greater"),
         ({"min_replicas": 0, "max_replicas": 0}, ValueError, "max_replicas"),
         (
-            {"autoscaling": DELAY},
+            {"autoscaling": '{"downscale_delay": 60}'},
             ValueError,
             "has 'downscale_delay'; it may have .*downscale_delay_s",
         ),
@@ -110,7 +105,9 @@ DELAY = '{"downscale_delay": 60}'
         ({"speculative_config": "{"}, ValueError, "speculative_config"),
     ],
 )
-def test_what_is_refused_before_anything_starts(ray_cluster, tiny_model, options, error, message):
+def test_bad_options_are_refused_before_anything_starts(
+    ray_cluster, tiny_model, options, error, message
+):
     from vllm_mars.ray_serve import Options, app
 
     begin = time.monotonic()
@@ -133,8 +130,8 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
 
 
 @contextlib.contextmanager
-def address():
-    """Of what is about to run."""
+def ray_serve():
+    """Starts Ray Serve; yields its address."""
     from ray import serve
 
     from vllm_mars.servers.server import free_port
@@ -149,20 +146,20 @@ def address():
 
 @contextlib.contextmanager
 def application(model, **options):
-    """The address of a running application."""
-    with address() as url:
+    """Runs the application; yields its address."""
+    with ray_serve() as url:
         run(model, **options)
         yield url
 
 
 def run(model, theta=0.5, **options):
-    """Runs the application, in the place of one that runs already."""
+    """Runs the application, replacing one that already runs."""
     from ray import serve
 
     from vllm_mars.models.drafts import NGRAM, speculative_config
     from vllm_mars.ray_serve import Options, app
 
-    chosen = Options(
+    arguments = Options(
         model=str(model),
         model_id="tiny",
         engine_kwargs=ENGINE,
@@ -172,11 +169,11 @@ def run(model, theta=0.5, **options):
         routing="load",
         **options,
     )
-    serve.run(app(chosen))
+    serve.run(app(arguments))
 
 
 def replicas():
-    """The processes of the replicas that hold an engine and are ready."""
+    """Returns the processes of the engines' replicas once all of them are ready, else none."""
     from ray import serve
 
     (deployments,) = [a.deployments for a in serve.status().applications.values()]
@@ -185,21 +182,21 @@ def replicas():
         for name, status in deployments.items()
         if name.startswith("LLMServer")
     )
-    found = []
+    pids = []
     for pid in marked(MARK_VALUE):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_text().startswith(REPLICA):
-                found.append(pid)
-    return found if len(found) == running else []
+                pids.append(pid)
+    return pids if len(pids) == running else []
 
 
 def client_of(url):
-    """One that does not hide a lost request by a second one."""
+    """A client that does not repeat a lost request."""
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
 
 
 async def ask(client, prompt, **options):
-    """The text of one stream; raises where it broke off."""
+    """Returns the text of a stream; raises if it breaks off."""
     stream = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": prompt}],
@@ -219,7 +216,7 @@ async def ask(client, prompt, **options):
 
 
 async def load(url, expected, numbers, in_flight=IN_FLIGHT, kill_after=None, kill=None, **options):
-    """Asks a stream for each number; returns those that broke off."""
+    """Requests a stream for each number; returns the errors of those that broke off."""
     client = client_of(url)
     numbers, done, broken = iter(numbers), 0, []
 
@@ -243,7 +240,7 @@ async def load(url, expected, numbers, in_flight=IN_FLIGHT, kill_after=None, kil
 
 
 def load_while(act, url, expected, **options):
-    """Keeps asking until `act` has returned; returns the number of streams, all whole."""
+    """Requests streams until `act` has returned; returns their number; none may break off."""
     ended, numbers = threading.Event(), itertools.count()
 
     def acting():
@@ -254,28 +251,28 @@ def load_while(act, url, expected, **options):
 
     async def both():
         until_then = itertools.takewhile(lambda _: not ended.is_set(), numbers)
-        asking = load(url, expected, until_then, FEW_IN_FLIGHT, **options)
-        broken, _ = await asyncio.gather(asking, asyncio.to_thread(acting))
+        streams = load(url, expected, until_then, FEW_IN_FLIGHT, **options)
+        broken, _ = await asyncio.gather(streams, asyncio.to_thread(acting))
         return broken
 
     assert asyncio.run(both()) == []
     return next(numbers) - 1
 
 
-def answers_alone(url, **options):
-    """The answer to each prompt while nothing else is asked."""
+def sequential_answers(url, **options):
+    """Returns the answer to each prompt, without concurrent requests."""
 
-    async def alone():
+    async def ask_all():
         async with client_of(url) as client:
             return {prompt: await ask(client, prompt, **options) for prompt in PROMPTS}
 
-    expected = asyncio.run(alone())
+    expected = asyncio.run(ask_all())
     assert len(set(expected.values())) > 1
     return expected
 
 
 def check_refused(url, theta, message):
-    """It is HTTP 400."""
+    """Checks for HTTP 400 with this message."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(
@@ -286,7 +283,7 @@ def check_refused(url, theta, message):
 
 
 def check_the_front(url):
-    """A bad value of a request is the client's error; health and metrics are Ray's own."""
+    """Checks a refusal, and Ray's health and metrics."""
     check_refused(url, 7, r"mars_theta=7 is outside \(0, 1\]")
     with urllib.request.urlopen(f"{url}/-/healthz", timeout=30) as answer:
         assert answer.read() == b"success"
@@ -294,12 +291,12 @@ def check_the_front(url):
 
     def verified():
         try:
-            found = totals(f"http://127.0.0.1:{port}/metrics", 10)
+            metrics = totals(f"http://127.0.0.1:{port}/metrics", 10)
         except OSError:
             return False
-        # Ray's prefix in the place of vLLM's.
+        # Ray's prefix replaces vLLM's.
         name = "ray_vllm_mars_verified_positions_total"
-        return any(value for key, value in found.items() if key.startswith(name))
+        return any(value for key, value in metrics.items() if key.startswith(name))
 
     wait_until(verified, 60, "the node's metrics count verified positions")
 
@@ -308,7 +305,7 @@ def check_the_front(url):
 def test_one_replica_answers(ray_cluster, tiny_model):
     with application(tiny_model) as url:
         wait_until(lambda: len(replicas()) == 1, 300, "a replica")
-        assert asyncio.run(load(url, answers_alone(url), range(IN_FLIGHT))) == []
+        assert asyncio.run(load(url, sequential_answers(url), range(IN_FLIGHT))) == []
         check_the_front(url)
 
 
@@ -317,10 +314,15 @@ def test_one_replica_answers(ray_cluster, tiny_model):
 @pytest.mark.timeout(1200)
 def test_the_command_serves_until_ctrl_c(ray_cluster, tiny_model, tmp_path):
     """`serve run`, whose arguments are text."""
-    given = [f"model={tiny_model}", "model_id=tiny", f"engine_kwargs={json.dumps(ENGINE)}"]
-    command = [Path(sys.executable).with_name("serve"), "run", "vllm_mars.ray_serve:app", *given]
+    arguments = [f"model={tiny_model}", "model_id=tiny", f"engine_kwargs={json.dumps(ENGINE)}"]
+    command = [
+        Path(sys.executable).with_name("serve"),
+        "run",
+        "vllm_mars.ray_serve:app",
+        *arguments,
+    ]
     log = tmp_path / "run.log"
-    with address() as url, log.open("wb") as out:
+    with ray_serve() as url, log.open("wb") as out:
         process = subprocess.Popen(
             command,
             env={**os.environ, "RAY_ADDRESS": ray_cluster.address},
@@ -331,17 +333,18 @@ def test_the_command_serves_until_ctrl_c(ray_cluster, tiny_model, tmp_path):
         try:
             wait_until(
                 lambda: process.poll() is not None or "is ready at" in log.read_text(),
-                *(600, "the application runs"),
+                timeout=600,
+                what="the application runs",
             )
             assert process.poll() is None, log.read_text()
-            answers_alone(url)
+            sequential_answers(url)
             process.send_signal(signal.SIGINT)
             process.wait(120)
         finally:
             process.kill()
             process.wait()
         with pytest.raises(openai.APIError):
-            answers_alone(url)
+            sequential_answers(url)
 
 
 @pytest.mark.nightly
@@ -351,15 +354,15 @@ def test_a_replica_is_killed_under_load(ray_cluster, tiny_model):
     with application(tiny_model, min_replicas=2) as url:
         wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
         before = replicas()
-        expected = answers_alone(url)
+        expected = sequential_answers(url)
 
         def kill():
             os.kill(before[0], signal.SIGKILL)
 
         broken = asyncio.run(
-            load(url, expected, range(NUM_STREAMS), IN_FLIGHT, NUM_STREAMS // 3, kill)
+            load(url, expected, range(NUM_STREAMS), kill_after=NUM_STREAMS // 3, kill=kill)
         )
-        # Those on the dead replica at most, and none waited for its timeout.
+        # At most those on the dead replica, and none waited for its timeout.
         assert len(broken) <= IN_FLIGHT
         assert not [error for error in broken if isinstance(error, openai.APITimeoutError)]
 
@@ -378,9 +381,9 @@ def test_the_rule_changes_under_load_and_no_stream_breaks_off(ray_cluster, tiny_
     with application(tiny_model, theta=0.5, min_replicas=2) as url:
         wait_until(lambda: len(replicas()) == 2, 600, "two replicas")
         before = set(replicas())
-        answers_alone(url, mars_theta=0.6)
-        # Stricter than the server before and after, so the answers stay the same.
-        expected = answers_alone(url, mars_theta=0.9)
+        sequential_answers(url, mars_theta=0.6)
+        # Stricter than the server before and after, so answers do not change.
+        expected = sequential_answers(url, mars_theta=0.9)
 
         def change():
             run(tiny_model, theta=0.8, min_replicas=2)

@@ -1,4 +1,4 @@
-"""A short soak: mixed load on a real server, no request left, SIGTERM under load ends all of it."""
+"""A short soak: mixed load on a real server, no request left, a clean end by SIGTERM under load."""
 
 import sys
 

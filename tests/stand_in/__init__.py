@@ -1,4 +1,4 @@
-"""What stands in for the real thing where only its life is the subject, not what it computes."""
+"""Fakes for tests of processes, in which no model is needed."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ VLLM_SERVE = Path(__file__).with_name("vllm_serve.py")
 
 
 class StandInServer(VllmServer):
-    """The server child with `vllm_serve.py` in the place of vLLM's command line."""
+    """A server that runs `vllm_serve.py` instead of vLLM."""
 
     def command(self) -> list[str]:
         python, flag, module, *arguments = super().command()

@@ -1,4 +1,4 @@
-"""A server in a thread of the test, for what only reads a server's answers."""
+"""A fake HTTP server in a thread of the test."""
 
 import contextlib
 import http.server
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers text, and writes no log."""
+    """Answers with a text and writes no log."""
 
     def answer(self, status: int, text: str, kind: str = "text/plain") -> None:
         """Sends one answer."""

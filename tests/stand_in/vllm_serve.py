@@ -1,10 +1,10 @@
-"""Starts, answers, fails and ends as `vllm serve` does, in a tenth of a second and without vLLM.
+"""A fake `vllm serve` that starts in a tenth of a second and has no model.
 
     python vllm_serve.py serve MODEL --host HOST --port PORT [--load-seconds SECONDS] ...
 
-As there: a model that does not exist is named on the standard error and ends it with status 1; an
-engine core and a worker run in processes of their own; `/health` answers once the model is loaded;
-SIGTERM ends all. The tests that take this program take the real one too, at night.
+As in vLLM, a missing model is named on standard error and the exit status is 1, an engine core
+and a worker run in separate processes, `/health` answers once the model is loaded, and SIGTERM ends
+all processes. The nightly tests use the real program in the same way.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.exit(subprocess.Popen([sys.executable, "-c", {WORKER!r}]).wait())
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers as the server of a loaded model."""
+    """Answers GET /health."""
 
     def do_GET(self) -> None:  # noqa: N802
         self.send_response(200 if self.path == "/health" else 404)
@@ -31,23 +31,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Runs until it is ended."""
+    """Runs until a signal ends it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=["serve"])
     parser.add_argument("model", type=Path)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--load-seconds", type=float, default=0.1)
-    given, _ = parser.parse_known_args()
+    args, _ = parser.parse_known_args()
     print("INFO: vLLM API server, a stand-in", flush=True)
-    if not (given.model / "config.json").exists():
-        raise OSError(f"Can't load the configuration of '{given.model}'.")
+    if not (args.model / "config.json").exists():
+        raise OSError(f"Can't load the configuration of '{args.model}'.")
     engine_core = subprocess.Popen([sys.executable, "-c", ENGINE_CORE])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        time.sleep(given.load_seconds)
+        time.sleep(args.load_seconds)
         print("INFO: Application startup complete.", flush=True)
-        http.server.ThreadingHTTPServer((given.host, given.port), Handler).serve_forever()
+        http.server.ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
     finally:
         engine_core.terminate()
         engine_core.wait()
