@@ -93,7 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
         dtype = "float32" if "float32" in path.name else "bfloat16"
         values = top_two(path, dtype, [(prompts[name], text) for name, text in texts.items()])
         rows += rows_of(path.name, dict(zip(texts, values, strict=True)))
-    show(COLUMNS, rows, [describe_run(None)], args.figures)
+    runs = [{**describe_run(None), "raw": f"text/{path.name}"} for path in args.answers]
+    show(COLUMNS, rows, runs, args.figures)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,9 @@ def theta() -> Picture:
             points = [(x_of(1), y_of(0))]
             for value, cell in sorted(rows, reverse=True):
                 x = x_of(value) + offset
-                y, *ends = (y_of(v if column == RIGHT else 100 * (v - 1)) for v in cell)
+                # Without an interval if no answer differs.
+                interval = cell if isinstance(cell, list) else [cell]
+                y, *ends = (y_of(v if column == RIGHT else 100 * (v - 1)) for v in interval)
                 points.append((x, y))
                 picture.line([(x, end) for end in ends], colour, width=1.5)
                 picture.dot(x, y, colour)

@@ -19,7 +19,7 @@ CHANGES = {
     "kernels": [["--", "kernels", "vllm_mars/*/sampler_v2.py"]],
 }
 # Commits that only moved or renamed files.
-MOVES = ("1e79f4e", "31c5bcd", "4d45322")
+MOVES = ("1e79f4e", "31c5bcd", "4d45322", "c9cabc3")
 FILES = {path.stem: path for path in figures.RESULTS.glob("*.json") if path.stem != "index"}
 
 
