@@ -114,6 +114,8 @@ def main() -> str | None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    # The oracle has no guard against repetition; `tests/kernels/test_constraints.py` checks it.
+    MarsConfig.repeat_ngram = property(lambda _: 0)
     # vLLM warns for each config.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
