@@ -200,6 +200,13 @@ def cells(name: str) -> Iterable[tuple[str, str, dict[str, Any]]]:
             yield heading, row[0], dict(zip(titles, row, strict=True))
 
 
+def gain_and_loss(row: dict[str, Any], column: str, form: str) -> str:
+    """Formats a gain and the loss per token, if known, such as "1.12 for 0.023"."""
+    lost = next((row[title] for title in LOST if title in row), None)
+    lost = lost[0] if isinstance(lost, list) else lost
+    return f"{text(row.get(column), form)}{f' for {lost:.3f}' if lost else ''}"
+
+
 def across(form: str, chosen: dict[str, tuple[str, tuple[str, ...], str]]) -> Iterable[str]:
     """Returns the lines of a table with a column for each temperature at which a row has a cell.
 
@@ -214,9 +221,7 @@ def across(form: str, chosen: dict[str, tuple[str, tuple[str, ...], str]]) -> It
 
     def cell(at: str, name: str, rules: tuple[str, ...], column: str) -> str:
         row = next((rows[name, at, rule] for rule in rules if (name, at, rule) in rows), {})
-        lost = next((row[title] for title in LOST if title in row), None) if shows_loss else None
-        lost = lost[0] if isinstance(lost, list) else lost
-        return f"{text(row.get(column), form)}{f' for {lost:.3f}' if lost else ''}"
+        return gain_and_loss(row, column, form) if shows_loss else text(row.get(column), form)
 
     columns = {
         at: [cell(at, name, rules, column) for name, rules, column in chosen.values()]
@@ -236,13 +241,6 @@ def by_setting(names: Iterable[str], rules: dict[str, str], omitted: str = "") -
         for heading, rule, row in cells(name):
             headings.setdefault(heading, {})[rule] = row
 
-    def cell(row: dict[str, Any] | None) -> str:
-        if row is None:
-            return ""
-        lost = row["nats per token"]
-        lost = lost[0] if isinstance(lost, list) else lost
-        return f"{text(row['x strict'], '.3f')}{f' for {lost:.3f}' if lost else ''}"
-
     bodies: dict[str, list[list[str]]] = {model: [] for model in MODELS}
     for heading, by_rule in headings.items():
         if omitted and re.search(omitted, heading):
@@ -250,7 +248,8 @@ def by_setting(names: Iterable[str], rules: dict[str, str], omitted: str = "") -
         first, _, rest = heading.partition(", ")
         model, setting = ("", heading) if TEMPERATURE.match(first) else (first, rest)
         setting = setting.replace(", probabilistic drafts", "").replace(", K 4", "")
-        bodies[model].append([setting, *(cell(by_rule.get(rule)) for rule in rules.values())])
+        gains = (gain_and_loss(by_rule.get(rule, {}), "x strict", ".3f") for rule in rules.values())
+        bodies[model].append([setting, *gains])
     body = [
         row
         for model, rows in bodies.items()
