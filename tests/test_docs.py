@@ -81,7 +81,7 @@ def test_the_call_on_the_page_of_the_api():
 
 
 def test_the_prices_of_a_bound():
-    """As on the page how-it-works.md."""
+    """Checks the table of prices in how-it-works.md."""
     page = (ROOT / "docs/how-it-works.md").read_text()
     assert f"here {price_of_bound(0.02, 0, False):.3f} nats" in page
     assert f"| greedy | {FIXED_PRICE:g} √b | {price_of_bound(0.02, 0, False):.2f} |" in page

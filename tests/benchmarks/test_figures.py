@@ -256,7 +256,7 @@ SET = {"0.005", "0.02", "0.05", "0.3", "0.4", "0.7", "0.9", "0.32", "95 %", "80 
 
 
 def test_a_figure_in_the_prose_of_the_results_is_in_a_table():
-    """As it is or as a ratio in percent, in a table of the page or of a linked file."""
+    """A table of the page or of a linked file has it, maybe as a ratio."""
     page = (figures.ROOT / "docs/results.md").read_text()
     linked = set(re.findall(r"results/([\w-]+)\.json", page))
     tables = [*re.findall(r"<!-- figures.*?<!-- /figures -->", page, re.S)]

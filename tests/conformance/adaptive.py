@@ -1,4 +1,4 @@
-"""Enables vLLM's adaptive verification on a CPU for tests, and records what it does.
+"""Enables vLLM's adaptive verification on a CPU for tests, and records its decisions.
 
 vLLM requires full CUDA graphs, and attention that reads draft lengths from the device only, as a
 CPU's does. Costs of a step, which vLLM measures during graph capture, are given.

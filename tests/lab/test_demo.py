@@ -322,7 +322,7 @@ def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_m
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_a_demo_on_model_runner_v2(tmp_path, tiny_model):
-    """Its kernels are interpreted, so its times mean nothing."""
+    """Times are meaningless there, since kernels are interpreted."""
     draft = tmp_path / "draft"
     target = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
     tiny_models.first_layer(draft, target)

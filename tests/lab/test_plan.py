@@ -1,4 +1,4 @@
-"""Cells, servers and turns of a sweep, and what it refuses before anything starts."""
+"""Tests cells, servers and turns of a sweep, and its refusals before anything starts."""
 
 import json
 

@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
 
 def test_a_swapped_link_is_seen_within_a_second(tmp_path, clock):
-    """As in Kubernetes: the file remains a link, and the directory that it points into moves."""
+    """Kubernetes keeps the link and replaces the directory that it points into."""
     for name, text in (("old", '{"mars_price": 0.1}'), ("new", '{"mars_max_loss": 0.01}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file.json").write_text(text)
