@@ -7,9 +7,8 @@ in benchmarks/results/NAME.json. A cell is a text, a number, a number with the e
 or null; a row of one cell is a heading. A column has a title, the format of its numbers (null hides
 it) and maybe the views that show it: `<!-- figures: NAME gain -->` is the view `gain`.
 
-Tables computed from a file's rows are `headline`, `bounds` and `drafts` (`BY_SETTING`),
-`answers` and `theta` (`ACROSS`), and `effects`, which pools rows of one question by inverse
-variance, as if they were independent, without temperature 0.4, at which a bound gains little.
+Tables computed from the rows of one or more files, with a row per model and setting, are those of
+`BY_SETTING`.
 
 index.json has, for each file, the meaning of a cell, the dependencies and, if these have changed
 since, a note for each of its tables (`stale`), which a test compares with git. The site shows the
@@ -38,81 +37,70 @@ PLACE = re.compile(
     r"^(<!-- figures: (\S+)(?: (\S+))? -->)\n(?:.*?\n)??(<!-- /figures -->)$",
     re.DOTALL | re.MULTILINE,
 )
+# Titles of columns with gains, which cells of computed tables show with the loss.
+GAINS = "x strict", "tokens per step x strict"
+LOST = "nats lost per token", "nats per token"
+LENGTH, ENDED, REPEATED = (
+    "length x strict",
+    "ended less strict's, points",
+    "repeated 4-grams less strict's",
+)
 BOUND = "mars_max_loss 0.02"
-GAIN, ENDED = "tokens per step x strict", "where answers ended"
-# Tables with a row per setting and a column per rule: the files, the rules by column title, and a
-# pattern of settings to omit.
-BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
+# Tables with a row per model and setting: the files, the rule and column of a file by column title,
+# and a pattern of settings to omit.
+BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]], str]] = {
     "headline": (
         ("states", "pair-states"),
-        {"MARS / lossless, nats lost per token": "bound 0.02"},
+        {"MARS / lossless, nats lost per token": ("bound 0.02", GAINS[0])},
         "fixed|K 8|0.4",
     ),
     "bounds": (
         ("states", "pair-states"),
-        {f"bound {bound}": f"bound {bound}" for bound in ("0.005", "0.02", "0.05")},
+        {f"bound {bound}": (f"bound {bound}", GAINS[0]) for bound in ("0.005", "0.02", "0.05")},
         "",
     ),
     "drafts": (
         ("drafts",),
         {
-            "strict, new drafts": "strict, drafts under the request's parameters",
-            "bound 0.02, vLLM's drafts": "bound 0.02",
-            "bound 0.02, new drafts": "bound 0.02, drafts under the request's parameters",
-            "and at 0.85 of the temperature": "bound 0.02, drafts at 0.85 of the temperature",
+            title: (rule, GAINS[0])
+            for title, rule in {
+                "strict, new drafts": "strict, drafts under the request's parameters",
+                "bound 0.02, vLLM's drafts": "bound 0.02",
+                "bound 0.02, new drafts": "bound 0.02, drafts under the request's parameters",
+                "and at 0.85 of the temperature": "bound 0.02, drafts at 0.85 of the temperature",
+            }.items()
         },
         "",
     ),
-}
-# Model names in headings; the packaged model has none.
-MODELS = {"qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B", "": "SmolLM2-135M"}
-# Tables with a column per temperature: the format of a gain; by row title the file, the rules, of
-# which each temperature shows the first that it has, and the column.
-ACROSS: dict[str, tuple[str, dict[str, tuple[str, tuple[str, ...], str]]]] = {
-    "answers": (
-        ".3f",
+    "whole": (
+        ("answers",),
         {
-            "91 prompts: chat, rewriting, summaries": ("reading", (BOUND,), GAIN),
-            "of these, answers that ended under both rules": ("reading", (BOUND,), ENDED),
-            "348 prompts with short answers": ("ends", (BOUND,), GAIN),
-            "119 prompts with one right answer": ("exact", (BOUND,), GAIN),
+            "tokens per step": (BOUND, GAINS[1]),
+            "where both ended": (BOUND, "where answers ended"),
+            "length": (BOUND, LENGTH),
+            "ended, points": (BOUND, ENDED),
+            "repeated 4-grams": (BOUND, REPEATED),
         },
+        "",
     ),
     "theta": (
-        ".2f",
+        ("answers",),
         {
-            title: ("reading", (rule,), GAIN)
-            for title, rule in {
-                "vLLM's default: `standard`, fixed drafts": "standard, fixed drafts",
-                "theta 0.96, fixed drafts": "mars_theta 0.96, fixed drafts",
-                "theta 0.9, fixed drafts": "mars_theta 0.9, fixed drafts",
-            }.items()
+            "strict, fixed drafts": ("strict, fixed drafts", GAINS[1]),
+            "theta 0.96": ("mars_theta 0.96, fixed drafts", GAINS[1]),
+            "theta 0.9": ("mars_theta 0.9, fixed drafts", GAINS[1]),
+            "bound 0.02": (BOUND, GAINS[1]),
         },
+        "qwen",
     ),
 }
-# Columns of a rule's loss, and the temperature in a heading.
-LOST = "nats lost per token", "nats per token"
+# Model names in headings; some files do not name the packaged model.
+MODELS = {
+    "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B",
+    "SmolLM2-135M-Instruct-float32": "SmolLM2-135M",
+    "": "SmolLM2-135M",
+}
 TEMPERATURE = re.compile("greedy|temperature")
-# Rows to pool, by temperature, as files and headings. In each list the first with the rule counts:
-# 61 of the 91 prompts are among the 348, and their greedy answers are the same without a seed.
-POOLED: dict[str, list[list[tuple[str, str]]]] = {
-    "greedy": [[("ends", "greedy"), ("reading", "greedy")], [("reading8", "greedy")]],
-    **{
-        temperature: [[(name, temperature)] for name in ("ends", "reading", "reading8")]
-        for temperature in ("temperature 0.7", "temperature 1")
-    },
-}
-# Pooled columns by title: the column, its format and the temperatures to show. A difference of
-# repeated 4-grams has another meaning at each temperature.
-ALL = "all three"
-EFFECTS = {
-    "ended, points": ("ended less strict's, points", "+.1f", (*POOLED, ALL)),
-    "length, x strict": ("length x strict", ".3f", (ALL,)),
-    "repeated 4-grams": ("repeated 4-grams less strict's", "+.3f", tuple(POOLED)),
-    "NLL less entropy": ("NLL less entropy", "+.3f", (ALL,)),
-}
-# Difference that is detected with 80% power, in standard errors.
-FOUND = 1.96 + 0.84
 
 
 def pages() -> list[Path]:
@@ -207,99 +195,42 @@ def gain_and_loss(row: dict[str, Any], column: str, form: str) -> str:
     return f"{text(row.get(column), form)}{f' for {lost:.3f}' if lost else ''}"
 
 
-def across(form: str, chosen: dict[str, tuple[str, tuple[str, ...], str]]) -> Iterable[str]:
-    """Returns the lines of a table with a column for each temperature at which a row has a cell.
+def by_setting(
+    names: Iterable[str], columns: dict[str, tuple[str, str]], omitted: str = ""
+) -> Iterable[str]:
+    """Returns the lines of a table with a row for each model and setting of the files.
 
-    If the table compares rules, a gain is followed by the loss, if known.
-    """
-    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name in {name for name, *_ in chosen.values()}:
-        for heading, rule, row in cells(name):
-            at = next((part for part in heading.split(", ") if TEMPERATURE.match(part)), "")
-            rows.setdefault((name, at, rule), row)
-    shows_loss = len({rules for _, rules, _ in chosen.values()}) > 1
-
-    def cell(at: str, name: str, rules: tuple[str, ...], column: str) -> str:
-        row = next((rows[name, at, rule] for rule in rules if (name, at, rule) in rows), {})
-        return gain_and_loss(row, column, form) if shows_loss else text(row.get(column), form)
-
-    columns = {
-        at: [cell(at, name, rules, column) for name, rules, column in chosen.values()]
-        for at in sorted({at for _, at, _ in rows})
-    }
-    columns = {at: column for at, column in columns.items() if any(column)}
-    return table(["", *columns], [list(row) for row in zip(chosen, *columns.values(), strict=True)])
-
-
-def by_setting(names: Iterable[str], rules: dict[str, str], omitted: str = "") -> Iterable[str]:
-    """Returns the lines of a table of gains over strict, each followed by the loss if there is one.
-
-    It has a row for each model and each heading of the files, and a column for each rule.
+    Args:
+        columns: rule and column of the files by title. A gain is followed by the loss, if any.
+        omitted: pattern of headings to omit.
     """
     headings: dict[str, dict[str, dict[str, Any]]] = {}
+    forms: dict[str, str] = {}
     for name in names:
+        forms |= {title: form or "" for title, form, *_ in read(name)["columns"]}
         for heading, rule, row in cells(name):
             headings.setdefault(heading, {})[rule] = row
 
-    bodies: dict[str, list[list[str]]] = {model: [] for model in MODELS}
+    bodies: dict[str, list[list[str]]] = {model: [] for model in MODELS.values()}
     for heading, by_rule in headings.items():
         if omitted and re.search(omitted, heading):
             continue
         first, _, rest = heading.partition(", ")
         model, setting = ("", heading) if TEMPERATURE.match(first) else (first, rest)
         setting = setting.replace(", probabilistic drafts", "").replace(", K 4", "")
-        gains = (gain_and_loss(by_rule.get(rule, {}), "x strict", ".3f") for rule in rules.values())
-        bodies[model].append([setting, *gains])
-    body = [
+        body = [
+            gain_and_loss(by_rule.get(rule, {}), column, forms[column])
+            if column in GAINS
+            else text(by_rule.get(rule, {}).get(column), forms[column])
+            for rule, column in columns.values()
+        ]
+        bodies[MODELS[model]].append([setting, *body])
+    rows = [
         row
-        for model, rows in bodies.items()
-        for row in ([[f"**{MODELS[model]}**", *[""] * len(rules)], *rows] if rows else [])
+        for model, settings in bodies.items()
+        for row in ([[f"**{model}**", *[""] * len(columns)], *settings] if settings else [])
     ]
-    return table(["", *rules], body)
-
-
-def pooled(estimates: Sequence[Sequence[float]]) -> list[float] | None:
-    """Pools values with their intervals by inverse variance."""
-    weights = [(2 * 1.96 / (high - low)) ** 2 for _, low, high in estimates]
-    if not weights:
-        return None
-    mean = sum(w * value for w, (value, *_) in zip(weights, estimates, strict=True)) / sum(weights)
-    half = 1.96 / sum(weights) ** 0.5
-    return [mean, mean - half, mean + half]
-
-
-def pooled_files() -> list[str]:
-    names = (name for lists in POOLED.values() for keys in lists for name, _ in keys)
-    return [*dict.fromkeys(names)]
-
-
-def effects() -> Iterable[str]:
-    """Returns the table of the effects of bounds on text, with the detectable difference."""
-    names = pooled_files()
-    known = {(name, heading, rule): row for name in names for heading, rule, row in cells(name)}
-    bounds = "0.02", "0.05"
-
-    def values(column: str, at: str, rule: str) -> list[list[float]]:
-        """Returns the cells of a column to pool, at one temperature or all."""
-        alternatives = [keys for name in POOLED if at in (name, ALL) for keys in POOLED[name]]
-        rows = (
-            next((known[*key, rule] for key in keys if (*key, rule) in known), {})
-            for keys in alternatives
-        )
-        return [row[column] for row in rows if isinstance(row.get(column), list)]
-
-    body: list[list[str]] = []
-    for title, (column, form, shown) in EFFECTS.items():
-        body += [[f"**{title}**", *[""] * (len(bounds) + 1)]] if len(shown) > 1 else []
-        for at in shown:
-            means = {
-                bound: pooled(values(column, at, f"mars_max_loss {bound}")) for bound in bounds
-            }
-            mean = means["0.02"]
-            power = f"{(mean[2] - mean[0]) / 1.96 * FOUND:{form.lstrip('+')}}" if mean else ""
-            name = at if len(shown) > 1 else f"**{title}**, {at}"
-            body.append([name, *(text(means[bound], form) for bound in bounds), power])
-    return table(["", *bounds, "0.02 would show"], body)
+    return table(["", *columns], rows)
 
 
 def index() -> dict[str, dict[str, Any]]:
@@ -314,25 +245,16 @@ def lines(name: str, view: str, directory: Path) -> Iterable[str]:
     `view` is "" for all columns; the link is relative to the page's `directory`.
     """
     names: Sequence[str] = [name]
-    if name in ACROSS:
-        form, chosen = ACROSS[name]
-        names = [*dict.fromkeys(file for file, *_ in chosen.values())]
-        yield from across(form, chosen)
-    elif name in BY_SETTING:
-        names, rules, omitted = BY_SETTING[name]
-        yield from by_setting(names, rules, omitted)
-    elif name == "effects":
-        names = pooled_files()
-        yield from effects()
+    if name in BY_SETTING:
+        names, columns, omitted = BY_SETTING[name]
+        yield from by_setting(names, columns, omitted)
     else:
         content = read(name)
         yield from table_of(content["columns"], content["rows"], view)
     path = RESULTS / (f"{names[0]}.json" if len(names) == 1 else "README.md")
     source = sources(run for file in names for run in read(file)["runs"])
-    # `theta` shows rules without a price, to which the note about the price does not apply.
-    note = "" if name == "theta" else notes(names)
     yield ""
-    yield f"[Commands and figures]({os.path.relpath(path, directory)}); {source}.{note}"
+    yield f"[Commands and figures]({os.path.relpath(path, directory)}); {source}.{notes(names)}"
 
 
 def sources(runs: Iterable[dict[str, Any]]) -> str:

@@ -273,9 +273,15 @@ def report(lines: Sequence[dict[str, Any]]) -> list[list[Any]]:
     for title, by_rule in sorted(groups.items()):
         strict = by_rule.get(STRICT, {})
         rows.append([f"{title}, {len(strict)} problems"])
-        for rule, answers in sorted(by_rule.items(), key=lambda item: item[0] != STRICT):
-            rows.append([rule, *row(answers, strict)])
+        for rule in sorted(by_rule, key=order):
+            rows.append([rule, *row(by_rule[rule], strict)])
     return rows
+
+
+def order(rule: str) -> tuple[str, float]:
+    """Returns a key that sorts strict first, then by option and value."""
+    name, _, value = rule.partition(" ")
+    return ("", 0.0) if rule == STRICT else (name, float(value or 0.0))
 
 
 Answers = dict[str, list[dict[str, Any]]]

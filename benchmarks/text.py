@@ -2,13 +2,12 @@
 
     python -m benchmarks.text --output text.jsonl --rules strict mars_max_loss=0.02
     python -m benchmarks.text --output block.jsonl --rules block
-    python -m benchmarks.text --report text.jsonl block.jsonl --of reading --figures text.json
+    python -m benchmarks.text --report text.jsonl block.jsonl --figures text.json
 
 A rule is `strict`, a request's options, or `standard` or `block` for vLLM without MARS. One engine
 serves all rules that requests can choose; `mars_theta`, `standard`, `block` and each K need a
 separate call with the same prompts and seeds. All rules answer a block of prompts before the next
-one. The output has a line per block and rule, and a call skips the lines that exist. A report is of
-one file of prompts or of all.
+one. The output has a line per block and rule, and a call skips the lines that exist.
 
 The target's NLL and entropy of each answer come from a separate forward pass of transformers, at
 the request's temperature (1 if greedy): for samples of the target their means are equal. Nats lost
@@ -323,8 +322,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--engine-args", type=json.loads, default={}, help="JSON, further ones of vLLM's")
     add("--minutes", type=float, default=math.inf, help="no block begins later")
     add("--report", nargs="+", type=Path, metavar="OUTPUT", help="of outputs as they are, or .gz")
-    add("--of", help="the report: of this file of prompts")
-    add("--by-kind", metavar="RULE", help="the report: of a rule by kind of prompts")
     add(
         "--of-tokens", metavar="RULE", help="the report: a rule's kinds of tokens over the target's"
     )

@@ -149,6 +149,8 @@ def report(calls: Calls) -> list[list[Any]]:
     rows: list[list[Any]] = []
     groups = points(calls)
     differs = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
+    # The model implies its draft, unless it has several.
+    differs[1] = len({point[:2] for point in groups}) > len({point[0] for point in groups})
     for point, by_rule in groups.items():
         model, draft, max_tokens, k, temperature = point
         parts = model, draft, f"{max_tokens} tokens", f"K {k}", temperature_label(temperature)
@@ -158,30 +160,6 @@ def report(calls: Calls) -> list[list[Any]]:
             base = by_rule.get(STRICT, []) if name != STRICT else []
             rows.append([name, *row(rule_calls, base)])
     return rows
-
-
-def report_by_kind(calls: Calls, rule: str) -> tuple[list[list[str | None]], list[list[Any]]]:
-    """Returns columns and rows of a rule's gain by kind of prompts."""
-    by_kind: dict[str, list[Any]] = {}
-    groups = points(calls)
-    for index, by_rule in enumerate(groups.values()):
-        answers, strict = (samples(by_rule.get(name, [])) for name in (rule, STRICT))
-        for kind in dict.fromkeys(prompt.split("/")[1] for prompt in answers):
-            of_kind = {name: it for name, it in answers.items() if name.split("/")[1] == kind}
-            cells = by_kind.setdefault(kind, [[0] * len(groups), *[None] * len(groups)])
-            cells[0][index] = len(set(of_kind) & set(strict))
-            gain = compared(ratio_of_means, of_kind, strict, ["further", "steps"])
-            cells[index + 1] = cell(gain)
-    equal = all(len(set(counts)) == 1 for counts, *_ in by_kind.values())
-    columns: list[list[str | None]] = [["kind", ""]]
-    columns += [["prompts", "d"] if equal else ["prompts, by column", ""]]
-    for *_, k, temperature in groups:
-        title = temperature_label(temperature)
-        columns.append([f"K {k}, {title}", ".2f"])
-    return columns, [
-        [kind, counts[0] if equal else ", ".join(map(str, counts)), *cells]
-        for kind, (counts, *cells) in by_kind.items()
-    ]
 
 
 def report_of_tokens(calls: Calls, rule: str) -> list[list[Any]]:
@@ -232,11 +210,7 @@ def show(columns: Any, rows: Any, runs: Any, path: Path | None) -> None:
 
 def tell(args: argparse.Namespace) -> None:
     calls, runs = read_all(args.report)
-    if args.of:
-        calls = [call for call in calls if call["prompts"][0].split("/")[0] == args.of]
     columns, rows = COLUMNS, report(calls)
-    if args.by_kind:
-        columns, rows = report_by_kind(calls, args.by_kind)
-    elif args.of_tokens:
+    if args.of_tokens:
         columns, rows = OF_TOKENS, report_of_tokens(calls, args.of_tokens)
     show(columns, rows, runs, args.figures)

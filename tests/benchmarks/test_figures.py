@@ -1,8 +1,6 @@
 """Tables of the pages against the files of figures, and these against their raw files."""
 
-import gzip
 import json
-import math
 import re
 
 import pytest
@@ -46,116 +44,40 @@ def test_a_file_of_figures_names_its_sources(name):
         assert {"cpu", "cores", "memory_gib", "gpu"} <= run["hardware"].keys()
 
 
-@pytest.mark.parametrize("name", ["reading", "reading8", "exact", "ends"])
-def test_the_raw_answers_give_the_figures(name, tmp_path):
-    file = figures.read(name)
+def test_the_raw_answers_give_the_figures(tmp_path):
+    file = figures.read("answers")
     raw = dict.fromkeys(str(figures.RESULTS / run["raw"]) for run in file["runs"])
     output = tmp_path / "new.json"
-    text.main(["--report", *raw, "--of", name.rstrip("8"), f"--figures={output}"])
+    text.main(["--report", *raw, f"--figures={output}"])
     assert json.loads(output.read_text())["rows"] == file["rows"]
 
 
-def test_the_raw_rounds_give_the_seconds_on_a_gpu():
-    rows = figures.read("engines")["rows"]
-    with gzip.open(figures.RESULTS / "text/engines.jsonl.gz", "rt") as file:
-        rounds = [json.loads(line) for line in file][1:]
-    for batch, row in zip((1, 32), rows, strict=True):
-        for name, cell in zip(("none", "standard-k4", "mars-k4"), row[1:], strict=True):
-            key = {"name": name, "temperature": 0, "batch": batch}
-            taken = [r for r in rounds if key.items() <= r.items()]
-            rates = [r["tokens"] / r["seconds"] for r in taken]
-            mean = sum(r["tokens"] for r in taken) / sum(r["seconds"] for r in taken)
-            assert len(taken) == 3
-            assert cell == [round(mean), round(min(rates)), round(max(rates))]
-
-
-def test_independent_estimates_are_pooled():
-    # Standard errors of 1 and 2, so weights of 1 and 1/4.
-    one, two = [3.0, 3 - 1.96, 3 + 1.96], [-2.0, -2 - 3.92, -2 + 3.92]
-    half = 1.96 / math.sqrt(1.25)
-    assert figures.pooled([one, two]) == pytest.approx([2, 2 - half, 2 + half])
-    assert figures.pooled([one]) == pytest.approx(one) and figures.pooled([]) is None
-
-
-def test_effects_of_bounds_on_text(monkeypatch):
-    """For greedy answers the first file counts; the last column is 2.8 standard errors."""
-    title = "ended less strict's, points"
-    files = {
-        "a": [("greedy", figures.BOUND, {title: [3.0, 1.04, 4.96]})],
-        "b": [
-            ("greedy", figures.BOUND, {title: [9.0, 8.0, 10.0]}),
-            ("greedy", "mars_max_loss 0.05", {title: [-1.0, -2.0, 0.0]}),
-            ("warm", figures.BOUND, {title: [-2.0, -5.92, 1.92]}),
-        ],
-    }
-    pooled = {"greedy": [[("a", "greedy"), ("b", "greedy")]], "warm": [[("b", "warm")]]}
-    monkeypatch.setattr(
-        figures, "EFFECTS", {"ended": (title, "+.1f", ("greedy", "warm", figures.ALL))}
-    )
-    monkeypatch.setattr(figures, "POOLED", pooled)
-    monkeypatch.setattr(figures, "cells", files.__getitem__)
-    assert list(figures.effects()) == [
-        "|  | 0.02 | 0.05 | 0.02 would show |",
-        "| --- | ---: | ---: | ---: |",
-        "| **ended** |  |  |  |",
-        "| greedy | +3.0 (+1.0 to +5.0) | −1.0 (−2.0 to +0.0) | 2.8 |",
-        "| warm | −2.0 (−5.9 to +1.9) |  | 5.6 |",
-        "| all three | +2.0 (+0.2 to +3.8) | −1.0 (−2.0 to +0.0) | 2.5 |",
-    ]
-
-
-def test_a_table_across_temperatures(folder):
-    columns = [["rule", ""], ["nats lost per token", ".4f"]]
-    columns += [["tokens per step x strict", ".3f"], ["where answers ended", ".3f"]]
-    rows = [
-        ["greedy"],
-        ["strict", 0.0, None, None],
-        ["a 1", [0.0201, 0, 1], [1.2, 1.1, 1.3], 1.1],
-        ["temperature 0.4"],
-        ["b 1", 0.0, 0.9, 0.8],
-        ["temperature 1, K 4"],
-        ["standard", 0.0, 0.9, 0.8],
-        ["a 1, fixed", 0.3, 1.4, 1.0],
-    ]
-    file = TABLE | {"columns": columns, "rows": rows}
-    (figures.RESULTS / "new.json").write_text(json.dumps(file))
-    plain = "new", ("standard",), figures.GAIN
-    gain = "new", ("a 1", "a 1, fixed"), figures.GAIN
-    ended = "new", ("a 1", "a 1, fixed"), figures.ENDED
-    assert list(figures.across(".2f", {"plain": plain, "a": gain})) == [
-        "|  | greedy | temperature 1 |",
-        "| --- | ---: | ---: |",
-        "| plain |  | 0.90 |",
-        "| a | 1.20 (1.10–1.30) for 0.020 | 1.40 for 0.300 |",
-    ]
-    # The loss is left out if all rows have the same rule.
-    assert list(figures.across(".2f", {"a": gain, "ended": ended}))[2:] == [
-        "| a | 1.20 (1.10–1.30) | 1.40 |",
-        "| ended | 1.10 | 1.00 |",
-    ]
-
-
 def test_a_table_by_model_and_setting(folder):
-    columns = [["rule", ""], ["x strict", ".3f"], ["nats per token", ".4f"]]
+    columns = [["rule", ""], ["x strict", ".3f"], ["nats per token", ".4f"], ["ended", "+.1f"]]
     model = "qwen2.5-coder-1.5b-instruct"
     rows = [
         ["greedy, K 4"],
-        ["strict", 1.0, 0.0],
-        ["bound 0.02", [1.12, 1.1, 1.14], [0.023, 0, 1]],
+        ["strict", 1.0, 0.0, None],
+        ["bound 0.02", [1.12, 1.1, 1.14], [0.023, 0, 1], [-1.0, -2.0, 0.5]],
         ["temperature 1, fixed drafts, K 4"],
-        ["bound 0.02", [1.08, 1.07, 1.09], [0.02, 0, 1]],
+        ["bound 0.02", [1.08, 1.07, 1.09], [0.02, 0, 1], None],
         [f"{model}, temperature 1, probabilistic drafts, K 8"],
-        ["strict", 1.0, 0.0],
+        ["strict", 1.0, 0.0, None],
     ]
     file = TABLE | {"columns": columns, "rows": rows}
     (figures.RESULTS / "new.json").write_text(json.dumps(file))
-    assert list(figures.by_setting(["new"], {"0.02": "bound 0.02", "none": "strict"}, "fixed")) == [
-        "|  | 0.02 | none |",
-        "| --- | ---: | ---: |",
-        "| **Qwen2.5-Coder-1.5B** |  |  |",
-        "| temperature 1, K 8 |  | 1.000 |",
-        "| **SmolLM2-135M** |  |  |",
-        "| greedy | 1.120 (1.100–1.140) for 0.023 | 1.000 |",
+    shown = {
+        "0.02": ("bound 0.02", "x strict"),
+        "none": ("strict", "x strict"),
+        "ended": ("bound 0.02", "ended"),
+    }
+    assert list(figures.by_setting(["new"], shown, "fixed")) == [
+        "|  | 0.02 | none | ended |",
+        "| --- | ---: | ---: | ---: |",
+        "| **Qwen2.5-Coder-1.5B** |  |  |  |",
+        "| temperature 1, K 8 |  | 1.000 |  |",
+        "| **SmolLM2-135M** |  |  |  |",
+        "| greedy | 1.120 (1.100–1.140) for 0.023 | 1.000 | −1.0 (−2.0 to +0.5) |",
     ]
 
 

@@ -78,13 +78,12 @@ def test_a_stale_file_is_marked(history, name):
 
 
 def test_the_mark_is_below_each_table(monkeypatch):
-    known = {"reading": {"tells": "", "of": [], "stale": "Of last year."}}
+    known = {"states": {"tells": "", "of": [], "stale": "Of last year."}}
     monkeypatch.setattr(figures, "index", lambda: known)
-    *_, line = figures.lines("answers", "", figures.RESULTS)
+    *_, line = figures.lines("bounds", "", figures.RESULTS)
     assert line.endswith(". **Of last year.**")
-    for name in ("theta", "controls"):
-        *_, line = figures.lines(name, "gain", figures.RESULTS)
-        assert line.endswith("model 167)." if name == "controls" else "NVIDIA H200).")
+    *_, line = figures.lines("controls", "", figures.RESULTS)
+    assert line.endswith("model 167).")
 
 
 def test_a_figure_before_a_change_is_found(history, tmp_path, monkeypatch):

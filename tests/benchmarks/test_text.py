@@ -114,20 +114,10 @@ def test_common_parameters_are_left_out():
     assert list(figures.table_of(text_report.COLUMNS, rows, "gain"))[2].startswith("| **K 4** |  |")
 
 
-def test_a_rule_by_kind_of_prompts():
-    lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13, 7])]
-    columns, rows = text_report.report_by_kind(lines, "mars_price 0.3")
-    assert columns == [["kind", ""], ["prompts", "d"], ["K 4, temperature 1", ".2f"]]
-    assert [row[:2] for row in rows] == [["chat", 2], ["code", 1]]
-    assert rows[0][2][0] == pytest.approx(14 / 10, abs=1e-5) and rows[1][2] == 1.5
-
-
-def test_prompts_by_kind_differ_between_columns():
-    cool = [{**call(rule, [5]), "temperature": 0.4} for rule in ("strict", "mars_price 0.3")]
-    lines = [call("strict", [5, 9, 7]), call("mars_price 0.3", [9, 13, 7]), *cool]
-    columns, rows = text_report.report_by_kind(lines, "mars_price 0.3")
-    assert columns[1:3] == [["prompts, by column", ""], ["K 4, temperature 0.4", ".2f"]]
-    assert [row[1] for row in rows] == ["1, 2", "0, 1"]
+def test_a_heading_names_the_draft_if_a_model_has_several():
+    line = call("strict", [5, 9])
+    assert text_report.report([line, {**line, "model": "a", "draft": "b"}])[0] == ["a"]
+    assert text_report.report([line, {**line, "draft": "b"}])[0] == ["b"]
 
 
 class Words:
@@ -186,13 +176,11 @@ def test_kinds_against_the_target():
     assert len(list(figures.table_of(text_report.OF_TOKENS, rows))) == 2 + len(rows)
 
 
-def test_a_compressed_output_is_reported_by_prompt_file(tmp_path, capsys):
-    ours, others = call("strict", [5, 9]), call("strict", [5])
-    others["prompts"] = ["other/code/7"]
-    content = "".join(json.dumps(line) + "\n" for line in ({"run": {"x": 1}}, ours, others))
+def test_a_compressed_output_is_reported(tmp_path, capsys):
+    lines = {"run": {"x": 1}}, call("strict", [5, 9])
+    content = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content.encode()))
-    arguments = [f"--report={tmp_path}/a.jsonl.gz", "--of=few", f"--figures={tmp_path}/few.json"]
-    assert text.main(arguments) == 0
+    assert text.main([f"--report={tmp_path}/a.jsonl.gz", f"--figures={tmp_path}/few.json"]) == 0
     written = json.loads((tmp_path / "few.json").read_text())
     assert [row[:3] for row in written["rows"]] == [["strict", 2, 2]]
     assert written["runs"] == [{"x": 1, "raw": "text/a.jsonl.gz"}]
