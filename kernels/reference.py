@@ -31,8 +31,6 @@ def verify(
 
     Args:
         step: logits are processed, except for the temperature.
-        constraints: None if no request has any.
-        sampling_inputs: None if all requests are greedy.
         bonus: bonus token of each request, `[batch]` or `[batch, 1]`; None, if all requests are
             greedy, for the argmax of the bonus rows.
     """

@@ -32,7 +32,6 @@ def step_seed(seed, local_pos):
 
 @triton.jit
 def _uniform(seeds_ptr, pos_ptr, slot, row, mask, local_pos, BLOCK_VERIFY: tl.constexpr):
-    """vLLM's uniform random number of each position."""
     pos = tl.load(pos_ptr + row, mask=mask, other=0)
     seed = tl.load(seeds_ptr + slot)
     if BLOCK_VERIFY:

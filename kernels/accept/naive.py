@@ -27,7 +27,6 @@ class CpuSamplingInputs:
         temperature: float32 `[batch]`; 0 is greedy, 1 if rows have been divided already.
         uniform: float64 `[num_draft]`, in [0, 1).
         draft_probs: float32 `[num_draft, vocab]`; None for fixed drafts.
-        generators: per-request generators, by batch index.
         noise: `[vocab]` by batch index, reciprocals of the exponential random numbers of vLLM's
             sampler, to emit the same token as that. Other requests use one uniform number.
     """
@@ -77,7 +76,6 @@ class Emitted(NamedTuple):
 
 
 def loss_budgets(step: VerifyInputs) -> Iterator[LossBudget]:
-    """Loss budget of each request of a step."""
     slots = step.slots.long()
     columns = [Column.VALUE, Column.RATE, Column.LOST, Column.MAX_TOKENS]
     records = step.records.table[slots][:, columns].tolist()
@@ -197,7 +195,6 @@ class SampledDraft:
         ]
 
     def read(self, rows: slice) -> None:
-        """Computes z and p of rows."""
         if self._temperature != 1:
             torch.div(self._logits[rows], self._temperature, out=self.z[rows])
         torch.softmax(self.z[rows], dim=-1, out=self.p[rows])

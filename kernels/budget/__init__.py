@@ -22,8 +22,6 @@ NO_LIMIT = 1 << 61
 
 
 class LossBudget(NamedTuple):
-    """Loss budget of one request in one step."""
-
     # The rule's value as encoded in the record; 0 is strict.
     value: int
     # Budget per output token, in units of 2**-RATE_BITS nats.

@@ -89,7 +89,6 @@ class MarkerTracker:
         return not (spans or thinking)
 
     def advance(self, state: int, tokens: Sequence[int]) -> int:
-        """Returns the state after more tokens."""
         if len(tokens) > _FEW_TOKENS:
             # In a long prompt, only markers and the last `opening` tokens can change the state.
             ids = _ids(tokens)

@@ -189,13 +189,11 @@ def read_logprobs(rows, partials, row, is_draft, num_splits, SPLITS: tl.constexp
 
 @triton.jit
 def num_extendable(is_end, offset, length, tokens_left):
-    """Number of leading draft positions after which another token may follow."""
     return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), tokens_left)
 
 
 @triton.jit
 def forbids(rows, checks_argmax):
-    """Reason why each position is strict, or 0."""
     is_strict = rows.is_preserved | (rows.is_argmax_preserved & checks_argmax)
     reason = tl.where(is_strict, C.VERDICT.PROTECTED, tl.where(rows.repeats, C.VERDICT.REPEAT, 0))
     return tl.where(rows.blocked != 0, rows.blocked, reason)

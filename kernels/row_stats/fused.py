@@ -48,14 +48,12 @@ def _pack(value, token_id):
 
 @triton.jit
 def unpack_value(packed):
-    """Value of a packed pair, float32."""
     ordered = (packed >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unpack_id(packed):
-    """Token id of a packed pair, int32."""
     return 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
 
 

@@ -143,7 +143,6 @@ def read_rows(
 
 
 def _is_among(token: np.ndarray, stop_ids: np.ndarray) -> np.ndarray:
-    """Whether each token is a stop token of its request; bool `[num_draft]`."""
     is_stop: np.ndarray = (stop_ids == token[:, None]).any(axis=1)
     return is_stop
 

@@ -63,7 +63,6 @@ _PROBABILISTIC_DRAFTS = (
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "doctor",
         help="check the install, or whether a running server really relaxes",
@@ -115,7 +114,6 @@ def findings_here() -> Iterator[Finding]:
 
 
 def _interfaces(version: str) -> Iterator[Finding]:
-    """Checks the interfaces of the installed vLLM, part by part."""
     from vllm.platforms import current_platform
 
     fits = True
@@ -342,7 +340,6 @@ def _read(url: str) -> dict[str, float]:
 
 
 def _total(values: Mapping[str, float], name: str) -> float:
-    """Sums a metric over all labels."""
     return sum(value for key, value in values.items() if key.partition("{")[0] == name)
 
 

@@ -30,11 +30,6 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
     """Moves the `mars_*` options from the speculative config to `additional_config`.
 
     Both dicts of vLLM's `EngineArgs` are replaced, and only if all checks pass.
-
-    Raises:
-        ValueError: a bad option, or token ids outside the vocabulary.
-        NotImplementedError: a feature of vLLM that MARS cannot serve.
-        RuntimeError: an unsupported vLLM, or the lock forbids lossy verification.
     """
     config, speculative_config = split_speculative_config(engine_args.speculative_config)
     method = speculative_config.get("rejection_sample_method", "standard")
@@ -68,13 +63,7 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
 
 
 def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
-    """Makes drafts probabilistic if the drafter can and the user has not decided; logs the choice.
-
-    Raises:
-        ValueError: a draft temperature for fixed drafts, or probabilistic drafts that the drafter
-            or the rule does not support.
-        NotImplementedError: the method drafts nothing.
-    """
+    """Makes drafts probabilistic if the drafter can, unless the user decides; logs the choice."""
     config = config_of(engine_args)
     if config is None:
         return
@@ -115,11 +104,7 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
-    """Validates the options of a request; pooling requests have none.
-
-    Raises:
-        VLLMValidationError: a bad or forbidden option; the server responds with HTTP 400.
-    """
+    """Validates the options of a request; a VLLMValidationError becomes an HTTP 400."""
     config = config_of(vllm_config) if getattr(params, "extra_args", None) else None
     if config is None:
         return

@@ -136,11 +136,7 @@ _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_interfaces(part: str) -> None:
-    """Imports the modules of a part of a server, a key of `NEEDED`, and checks their interfaces.
-
-    Raises:
-        RuntimeError: something is missing or has other parameters; the message names all of it.
-    """
+    """Checks a part of a server, a key of `NEEDED`; a RuntimeError names all differences."""
     if differences := list(_differences(part)):
         import vllm
 

@@ -123,8 +123,6 @@ def patch_input_processor(module: ModuleType) -> None:
 # Until: vLLM validates before it streams.
 @_once
 def patch_async_llm(module: ModuleType) -> None:
-    """Validates per-request options before the answer begins."""
-
     @wrapt.patch_function_wrapper(module, "AsyncLLM.generate")
     def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mars.hooks.arguments import check_request
@@ -137,8 +135,6 @@ def patch_async_llm(module: ModuleType) -> None:
 # Why and until: as for `AsyncLLM`, for responses that stream or run in the background.
 @_once
 def patch_responses(module: ModuleType) -> None:
-    """Validates per-request options before the response begins."""
-
     @wrapt.patch_function_wrapper(module, "OpenAIServingResponses._generate_with_builtin_tools")
     def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mars.hooks.arguments import check_request
@@ -167,7 +163,6 @@ def patch_scheduler(module: ModuleType) -> None:
 # Until: a worker can add to `SchedulerStats`.
 @_once
 def patch_stats(module: ModuleType) -> None:
-    """Adds a field to the dataclasses that are sent between processes."""
     from vllm_mars.report.carrier import declare_fields
 
     # vLLM builds its decoders later. Without MARS the fields are never set and never sent.
@@ -185,7 +180,6 @@ def patch_llm_engine(module: ModuleType) -> None:
 # Until: a sampler can add to each step's output of a request.
 @_once
 def patch_output_processor(module: ModuleType) -> None:
-    """Collects the per-step reports of a request in the front end."""
     from vllm_mars.report.answers import collect_rows
 
     collect_rows(module.RequestState)

@@ -58,7 +58,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(short: bool, anew: bool, output: Path | None = None, **options: Any) -> int:
-    """Runs the demo: measures the missing turns and prints the comparison."""
     from rich.console import Console
 
     from vllm_mars.lab.demo_report import print_report

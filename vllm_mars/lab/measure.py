@@ -53,11 +53,7 @@ class LocalRunner:
     def __init__(
         self, sweep: Sweep, log_dir: Path, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Detects vLLM's device and starts no server; `say` gets progress messages.
-
-        Raises:
-            RuntimeError: vLLM cannot be imported.
-        """
+        """Starts no server, but raises RuntimeError if vLLM cannot be imported."""
         device, self.gpu = vllm_device()
         self._on_cpu = device == "cpu"
         self._sweep = sweep
@@ -273,11 +269,7 @@ def record(
 
 
 def settled(server: VllmServer, generated: float = 0) -> dict[str, float]:
-    """Returns the server's metrics after they reached `generated` tokens and stopped changing.
-
-    Raises:
-        RuntimeError: this took longer than a minute.
-    """
+    """Returns the server's metrics after they reached `generated` tokens and stopped changing."""
     until = time.monotonic() + COUNTED_SECONDS
     before: dict[str, float] = {}
     while time.monotonic() < until:

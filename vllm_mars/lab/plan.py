@@ -168,12 +168,7 @@ class SweepOptions:
         yield from map(_parse_cell, self.cells)
 
     def all_cells(self) -> list[Cell]:
-        """Returns the cells in the order of their rules.
-
-        Raises:
-            ValueError: an option is bad, or two rules have one name.
-            RuntimeError: the environment forbids lossy verification.
-        """
+        """Returns the cells in the order of their rules; RuntimeError if the lock forbids one."""
         cells: dict[tuple[str, float, int], Cell] = {}
         for (name, rule), (draft, k) in itertools.product(
             self._rules(), itertools.product(self.drafts, self.num_speculative_tokens)
@@ -203,8 +198,6 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Options with their model and prompts."""
-
     options: SweepOptions
     model: str
     prompts: tuple[Prompt, ...]

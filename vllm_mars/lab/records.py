@@ -24,8 +24,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to one request."""
-
     prompt: str
     text: str
     tokens: int  # counted by the server
@@ -84,8 +82,6 @@ class Record:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Header of one call of a sweep."""
-
     settings: dict[str, Any]  # options that all turns of a file share
     baseline: str  # rule in the denominator of ratios
     run: dict[str, Any]  # from `provenance.describe_run`

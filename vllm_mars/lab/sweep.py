@@ -48,10 +48,8 @@ def run_sweep(
         anew: measures all turns again, after renaming an existing file to `output` + ".old".
 
     Raises:
-        ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
-            or the file is from another sweep.
-        RuntimeError: the model cannot be made, the file is in use or cannot be written, vLLM cannot
-            be imported, or the cluster cannot be used.
+        ValueError: prompts or drafts cannot be used, or the file is from another sweep.
+        RuntimeError: the model, the file, vLLM or the cluster cannot be used.
     """
     import filelock
     from rich.console import Console

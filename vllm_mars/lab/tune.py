@@ -192,11 +192,7 @@ def tune(
     minutes: float,
     anew: bool = False,
 ) -> tuple[Served, SweepFile]:
-    """Measures the turns that the file lacks, and chooses.
-
-    Args:
-        sweep: options without rules.
-        families, lengths: configs and values of K; each pair is a candidate.
+    """Chooses among all pairs of a family and a K; `sweep` has no rules.
 
     Returns:
         The chosen configs, and the file with only the final comparison.

@@ -171,7 +171,6 @@ class MarsConfig(_Values):
             )
 
     def _rule_values(self) -> list[tuple[Rule, float]]:
-        """Rules that are given, with their values."""
         values = ((rule, getattr(self, rule.name)) for rule in RULES.values())
         return [(rule, value) for rule, value in values if value is not None]
 
@@ -203,7 +202,6 @@ class MarsConfig(_Values):
 
     @property
     def opening(self) -> int:
-        """Number of strict tokens at the start of an answer."""
         if self.strict_opening is None:
             return 0 if self.rule.outright and self.max_loss is None else _DEFAULT_OPENING
         return self.strict_opening
@@ -225,7 +223,6 @@ class MarsConfig(_Values):
         return self.most_max_loss != 0 and self.value != self.rule.strict
 
     def to_json(self) -> dict[str, Any]:
-        """Options as plain JSON: the keyword arguments of an equal `MarsConfig`."""
         return dataclasses.asdict(self)
 
 
@@ -272,11 +269,7 @@ def split_speculative_config(
 
 
 def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
-    """Returns the options in vLLM's config, or None if MARS is off.
-
-    Raises:
-        RuntimeError: this machine is locked to strict verification, but the options are lossy.
-    """
+    """Returns the options in vLLM's config, or None if MARS is off."""
     additional = vllm_config.additional_config
     carrier = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     config: MarsConfig | None = getattr(carrier, "config", None)
@@ -303,13 +296,11 @@ def check_value(rule: Rule, value: object, name: str | None = None) -> None:
 
 
 def check_max_loss(nats: object) -> None:
-    """Raises ValueError unless a bound is a number in [0, 1024]."""
     meaning = "0 is strict, 0.02 lets an answer lose 0.02 nats for each of its tokens"
     _require_within("mars_max_loss", nats, MOST_MAX_LOSS, meaning)
 
 
 def check_scope(scope: object) -> None:
-    """Raises ValueError unless a scope is one of `SCOPES`."""
     if scope not in SCOPES:
         raise ValueError(
             f"mars_scope={shown(scope)} is not one of {', '.join(SCOPES)}; 'thinking' keeps all "
@@ -336,7 +327,6 @@ def shown(value: object) -> str:
 
 
 def _name(key: str) -> str:
-    """Formats an option's name for an error."""
     return _cut(repr(key)[1:-1])
 
 

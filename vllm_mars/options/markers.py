@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 def resolve_markers(
     config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
 ) -> MarsConfig:
-    """Replaces markers given as text by ids and fills in the defaults.
-
-    Raises:
-        ValueError: a marker is not a single token, or a scope needs markers that are unknown.
-    """
+    """Replaces markers given as text by ids and fills in the defaults."""
     if config.strict_spans is None:
         name = _argument(engine_args, "tool_call_parser")
         spans = _spans_of_tool_parser(name, model_config) if name else ()

@@ -44,8 +44,6 @@ _SAID: list[ValueError] = []
 
 
 class RequestOptions(NamedTuple):
-    """Options in force for one request."""
-
     # The value of the server's rule; infinity if `max_loss` sets the price.
     value: float
     # Why the value is strict: `structured_outputs`, `stop_token_ids` (more than a record holds) or
@@ -90,12 +88,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
 
 
 def check_options(params: "SamplingParams", config: MarsConfig) -> None:
-    """Raises if the options of a request are bad; for the front end.
-
-    Raises:
-        ValueError: an unknown or internal `mars_*` key, a bad value, one that the server does not
-            allow, or a lossy one on a locked machine.
-    """
+    """Raises ValueError if the options of a request are bad or not allowed; for the front end."""
     extra_args = params.extra_args or {}
     for key in extra_args.keys() & _INTERNAL_KEYS:
         raise unknown_option(key, "a request", _KEYS)
@@ -164,12 +157,7 @@ def ends_of(params: "SamplingParams") -> list[int]:
 
 
 def check_overrides(overrides: object, config: MarsConfig) -> dict[str, float]:
-    """Returns overrides that were checked like the options of a request.
-
-    Raises:
-        ValueError: not an object, an unknown key, a bad value, or one looser than the server
-            allows.
-    """
+    """Returns overrides that were checked like the options of a request."""
     option = config.rule.option
     if not isinstance(overrides, dict):
         raise ValueError(f"{shown(overrides)} is not an object with {option} or {_MAX_LOSS}.")
@@ -234,7 +222,6 @@ def _stricter(one: float, other: float, rule: Rule) -> float:
 
 
 def _check_stricter(value: float, config: MarsConfig) -> None:
-    """Raises if a value is looser than the server's."""
     server_value = config.value
     if not config.rule.is_looser(value, server_value):
         return
@@ -252,7 +239,6 @@ def _check_stricter(value: float, config: MarsConfig) -> None:
 
 
 def _max_loss(chosen: dict[str, Any], config: MarsConfig) -> float:
-    """Returns a request's bound, by default the server's."""
     if _MAX_LOSS not in chosen:
         return math.inf if config.max_loss is None else config.max_loss
     value: float = chosen[_MAX_LOSS]
@@ -267,7 +253,6 @@ def _max_loss(chosen: dict[str, Any], config: MarsConfig) -> float:
 
 
 def _scope(chosen: dict[str, Any], config: MarsConfig) -> Scope:
-    """Returns a request's scope, by default the server's."""
     if _SCOPE not in chosen:
         return config.scope
     scope: Scope = chosen[_SCOPE]

@@ -59,9 +59,8 @@ class StepReports:
     def attach_to_runner(self, runner: Any) -> None:
         """Attaches counts and reports to the outputs of vLLM's V1 or V2 `GPUModelRunner`.
 
-        On an accelerator counts leave about once a second, and all remaining ones in the step
-        without tokens by which vLLM ends the last request. Outputs of a rank that nobody reads are
-        unchanged.
+        All counts that remain leave in the step without tokens by which vLLM ends the last request.
+        Outputs of a rank that nobody reads are unchanged.
         """
         if is_read := _is_read(runner):
             self._runner = runner
@@ -117,7 +116,6 @@ class StepReports:
             self.asked[index] = requested._replace(copy=(rows, event))
 
     def _report(self, output: Any, carrier: ModelRunnerOutput) -> None:
-        """Attaches a step's report to its output."""
         counts = self.counters.take_delta()
         tables = list(self.asked)
         if counts is None and not tables:

@@ -74,9 +74,7 @@ def totals(url: str, timeout: float) -> dict[str, float]:
         `model_name` are part of the name, sorted: `vllm:..._per_pos_total{position="0"}`.
         Histogram buckets are omitted, but not their `_sum` and `_count`.
 
-    Raises:
-        OSError: as `fetch`.
-        ValueError: the answer is not Prometheus metrics.
+    Raises OSError as `fetch`, and ValueError if the answer is not Prometheus metrics.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -38,11 +38,7 @@ _PREFIX = "vllm_mars_with_parameters_"
 def wrap_speculator(runner: Any, config: MarsConfig, requests: RequestsV2) -> bool:
     """Makes a V2 runner's speculator use its requests' sampling parameters.
 
-    Returns:
-        Whether each step must give the drafter new seeds.
-
-    Raises:
-        RuntimeError: the speculator does not support `mars_draft_temperature`, or is unknown.
+    Returns whether each step must give the drafter new seeds.
     """
     speculator = runner.speculator
     is_probabilistic = drafter_attribute(speculator, "draft_logits") is not None

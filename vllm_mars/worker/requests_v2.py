@@ -254,11 +254,7 @@ class RequestsV2(LogitsProcessor):
         return self._tracker.markers(self._req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
-        """Stages a new request's record; returns False, since no logits change.
-
-        Raises:
-            RuntimeError: the request was not added by the runner's `RequestState`.
-        """
+        """Stages a new request's record; returns False, since no logits change."""
         options = options_of(sampling_params, self._config)
         text = self._new_texts.pop(req_idx, None)
         if text is None:
@@ -350,7 +346,6 @@ class RequestsV2(LogitsProcessor):
         return logits
 
     def features(self, idx_mapping_np: np.ndarray) -> int:
-        """Returns the union of the `RequestFeatures` of a batch."""
         return int(np.bitwise_or.reduce(self._features[idx_mapping_np]))
 
     def step(
@@ -387,7 +382,6 @@ class RequestsV2(LogitsProcessor):
         )
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
-        """Returns the ids of requests that want a report, by batch index."""
         if not self._returning:
             return {}
         ids = self._req_states.index_to_req_id

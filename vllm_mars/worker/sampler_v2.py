@@ -279,12 +279,7 @@ def _shared(logits: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Te
 
 
 def install(runner: Any, config: MarsConfig) -> None:
-    """Replaces the rejection sampler of a V2 runner, if it has one, after a model was loaded.
-
-    Raises:
-        RuntimeError: the model or another extension has another rejection sampler, or the drafter
-            does not support the options.
-    """
+    """Replaces the rejection sampler of a V2 runner, if it has one, after a model was loaded."""
     vllm_sampler = runner.rejection_sampler
     if vllm_sampler is None:
         return
