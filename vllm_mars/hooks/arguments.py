@@ -159,7 +159,7 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
     if getattr(engine_args, "enable_batch_sharded_sampling", False):
         _refuse(
             "enable_batch_sharded_sampling",
-            "each rank verifies requests of its own, but only the first one counts what is relaxed",
+            "each rank verifies requests of its own, but only the first one counts relaxed tokens",
             "switch it off",
         )
     if getattr(engine_args, "watermark_config", None) is not None:

@@ -137,8 +137,8 @@ class LocalRunner:
         """Returns why this turn would not measure its cell, or ""."""
         config = turn.cell.config
         is_mars = config is not None and config.get("rejection_sample_method") == METHOD
-        samples = turn.cell.temperature > 0 and config is not None
-        return CPU_SAMPLES if self._on_cpu and samples and not is_mars else ""
+        is_sampled = turn.cell.temperature > 0 and config is not None
+        return CPU_SAMPLES if self._on_cpu and is_sampled and not is_mars else ""
 
     def _server(self, config: str, number: int, count: int) -> VllmServer:
         """Returns server `number` of `count` that run at the same time."""

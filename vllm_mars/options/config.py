@@ -129,7 +129,7 @@ class MarsConfig(_Values):
         if self.logprobs not in ("target", "sampled"):
             raise ValueError(
                 f"mars_logprobs={shown(self.logprobs)} is not one of target, sampled; 'sampled' "
-                "makes a sampled token's logprob the one under what was served."
+                "makes a sampled token's logprob the one under the served distribution."
             )
         if self.strict_opening is not None:
             meaning = "8 verifies an answer's first 8 tokens strictly, 0 none"

@@ -276,7 +276,7 @@ def _wants_return(chosen: dict[str, Any]) -> bool:
     # JSON's true arrives as 1.
     if not isinstance(value, bool | int) or value not in (0, 1):
         raise ValueError(
-            f"{RETURN}={shown(value)} is not true or false; true adds what was relaxed to the "
+            f"{RETURN}={shown(value)} is not true or false; true adds the relaxed tokens to the "
             "answer."
         )
     return bool(value)

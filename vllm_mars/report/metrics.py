@@ -183,7 +183,7 @@ class MarsLogging:
         logger.warning(
             "%sMARS has gained nothing at %d verified positions of requests that are not strict "
             "since the server's start, so it has had no effect. Refusals: %s. `vllm-mars doctor "
-            "URL` shows what a server does.",
+            "URL` checks a running server.",
             prefix,
             evidence,
             ", ".join(f"{reason} {count}" for reason, count in refused if count) or "none",

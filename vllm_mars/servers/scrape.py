@@ -35,8 +35,9 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
     Raises OSError if there is no answer within `timeout` seconds, or an HTTP error
     (`urllib.error.HTTPError`).
     """
-    handlers = [urllib.request.ProxyHandler({})] if _is_here(url) else []
-    opener = urllib.request.build_opener(*handlers)
+    # None is the environment's proxies.
+    proxies = urllib.request.ProxyHandler({} if _is_here(url) else None)
+    opener = urllib.request.build_opener(proxies)
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:

@@ -165,7 +165,7 @@ class DraftSampler:
         )
         return token_ids
 
-    # Launches, and what they move, for logits [n, V]:
+    # Launches and the data that they move, for logits [n, V]:
     #     slots and parameters of the rows        2, a few numbers
     #     counting and uncounting drafted tokens  2, a few numbers
     #     vLLM's penalties                        1, logits and counts of rows with penalties
