@@ -272,7 +272,7 @@ def accept(
         positions,
         rule.jitted.greedy,
         rule.jitted.sampled,
-        rule.needs.second,
+        rule.needs_second,
         sampled,
         # One warp has too few registers for long drafts.
         num_warps=max(1, positions // 8),
