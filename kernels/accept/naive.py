@@ -84,9 +84,16 @@ def loss_budgets(step: VerifyInputs) -> Iterator[LossBudget]:
     last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if records else []
     stop_ids = step.records.stop_ids[slots].tolist()
     for req_idx, (value, rate, lost, max_tokens) in enumerate(records):
-        budget = LossBudget.of(value, rate, lost, produced[req_idx], max_tokens)
-        is_end = produced[req_idx] > 0 and last[req_idx] >= 0 and last[req_idx] in stop_ids[req_idx]
-        yield budget._replace(has_ended=budget.has_ended or is_end)
+        num_output = produced[req_idx]
+        is_end = num_output > 0 and last[req_idx] >= 0 and last[req_idx] in stop_ids[req_idx]
+        yield LossBudget(
+            value=value,
+            rate=rate,
+            produced=num_output,
+            lost=lost,
+            tokens_left=max(max_tokens - num_output - 1, 0),
+            has_ended=is_end or num_output >= max_tokens,
+        )
 
 
 def accept(

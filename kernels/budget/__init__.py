@@ -35,18 +35,6 @@ class LossBudget(NamedTuple):
     # Whether the request ended before this step; if so, the step is not counted.
     has_ended: bool = False
 
-    @classmethod
-    def of(cls, value: int, rate: int, lost: int, produced: int, most_tokens: int) -> "LossBudget":
-        """Builds the budget from a request's record; the caller checks stop tokens."""
-        return cls(
-            value=value,
-            rate=rate,
-            produced=produced,
-            lost=lost,
-            tokens_left=max(most_tokens - produced - 1, 0),
-            has_ended=produced >= most_tokens,
-        )
-
     def at(self, offset: int) -> int:
         """Units that the step's tokens up to and including this offset may lose."""
         return max_lost(self.rate, self.produced + offset + 1) - self.lost
