@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from vllm_mars.hooks.compat import ADAPTIVE, check_interfaces
+from vllm_mars.hooks.compat import check_interfaces
 from vllm_mars.kernels.rules import RULES
 from vllm_mars.lab.prompts import load_prompts
 from vllm_mars.options.lock import check_lock, lock_is_on
@@ -127,29 +127,12 @@ def _interfaces(version: str) -> Iterator[Finding]:
     if not fits:
         return
     yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
-    yield _adaptive(runner)
     if not version.startswith(tuple(f"{release}." for release in RELEASES)):
         yield Finding(
             "note",
             f"this project's tests have not run on vLLM {version}, only on "
             f"{' and '.join(RELEASES)}; run them with `make test`.",
         )
-
-
-def _adaptive(runner: str) -> Finding:
-    """Checks whether adaptive verification can run together with MARS."""
-    try:
-        check_interfaces(ADAPTIVE)
-    except RuntimeError as error:
-        return Finding("note", str(error))
-    if runner == "V1":
-        return Finding(
-            "note", "enable_adaptive_verification needs Model Runner V2: vLLM has none on a CPU."
-        )
-    return Finding(
-        "ok",
-        "enable_adaptive_verification can serve MARS, if drafts are those of a head or a model",
-    )
 
 
 def _plugin() -> Finding:
