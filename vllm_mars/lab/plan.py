@@ -79,12 +79,6 @@ class Turn(NamedTuple):
         name, _, temperature, concurrency = self.cell
         return Key(name, temperature, concurrency, self.repeat, self.block)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.cell.name}, temperature {self.cell.temperature:g}, {self.cell.concurrency} at "
-            f"once, block {self.block}, pass {self.repeat}"
-        )
-
 
 # Servers that run at the same time, and their turns in order.
 Group = tuple[Sequence[str], Sequence[Turn]]
