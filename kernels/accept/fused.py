@@ -121,8 +121,7 @@ def accept_kernel(
     extendable = num_extendable(rows.is_end, offset, length, tokens_left)
     # Last position of the answer; -1 if it had already ended.
     last_counted = tl.where(is_over != 0, -1, extendable)
-    splits = partials, row, num_splits
-    verdict = GREEDY(rows, splits, value, remaining, extendable, offset, length, SPLITS)
+    verdict = GREEDY(rows, value, remaining, extendable, offset, length)
     loss = rows.loss
     accepts = (verdict == C.VERDICT.FIRST) | (verdict == C.VERDICT.RELAXED)
     gained = tl.where(verdict == C.VERDICT.RELAXED, C.PER_NAT, 0.0).to(tl.int64)
@@ -169,9 +168,7 @@ def accept_kernel(
                 )
             else:
                 logprobs = read_logprobs(rows, partials, row, is_draft, num_splits, SPLITS)
-                decisions = FIXED(
-                    rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS
-                )
+                decisions = FIXED(rows, logprobs, value, remaining, extendable, offset, length)
                 verdict = decisions.verdict
                 loss = decisions.loss
                 gained = decisions.gained

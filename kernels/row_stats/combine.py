@@ -38,10 +38,11 @@ class DraftLogprobs(NamedTuple):
     is_number: tl.tensor
     # log p of the draft token, at most 0; 0 if not a number
     log_p: tl.tensor
-    # Log-sum-exp of the row
-    lse: tl.tensor
     # H(p) in nats
     entropy: tl.tensor
+    # p(S), and the part of H(p) in S, the preserved tokens
+    preserved_mass: tl.tensor
+    preserved_entropy: tl.tensor
 
 
 @triton.jit
@@ -179,11 +180,13 @@ def read_logprobs(rows, partials, row, is_draft, num_splits, SPLITS: tl.constexp
     log_p = rows.logit - lse
     # False for NaN.
     is_number = (rows.draft >= 0) & (log_p > -C.INF)
+    preserved_mass, preserved_entropy = preserved_sums(partials, row, is_number, lse)
     return DraftLogprobs(
         is_number=is_number,
         log_p=tl.where(is_number, tl.minimum(log_p, 0.0), 0.0),
-        lse=lse,
         entropy=entropy,
+        preserved_mass=preserved_mass,
+        preserved_entropy=preserved_entropy,
     )
 
 
