@@ -133,8 +133,9 @@ class MarsConfig(_Values):
             )
         if self.strict_opening is not None:
             meaning = "8 verifies an answer's first 8 tokens strictly, 0 none"
-            _require_integer("mars_strict_opening", self.strict_opening, meaning)
-            _require_within("mars_strict_opening", self.strict_opening, MOST_OPENING, meaning)
+            _require_within(
+                "mars_strict_opening", self.strict_opening, MOST_OPENING, meaning, integer=True
+            )
         if self.draft_temperature is not None:
             meaning = "1 draws drafts at each request's own temperature, as vLLM does"
             least, most = _DRAFT_TEMPERATURES
@@ -342,28 +343,25 @@ def _require_within(
     *,
     least: float = 0,
     above_0: bool = False,
+    integer: bool = False,
 ) -> None:
     """Raises unless a value is a number in [least, most], or (0, most] if `above_0`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int if integer else int | float):
+        kind = "an integer" if integer else "a number"
         raise ValueError(
-            f"{name}={shown(value)} is a {type(value).__name__}, but must be a number; {meaning}."
+            f"{name}={shown(value)} is a {type(value).__name__}, but must be {kind}; {meaning}."
         )
     if not least <= value <= most or (above_0 and value == 0):
         start = "(" if above_0 else "["
         raise ValueError(f"{name}={shown(value)} is outside {start}{least}, {most}]; {meaning}.")
 
 
-def _require_integer(name: str, value: object, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(
-            f"{name}={shown(value)} is a {type(value).__name__}, but must be an integer; {meaning}."
-        )
+def _is_id(token: object) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and token >= 0
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:
-    if not isinstance(ids, list | tuple) or any(
-        isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids
-    ):
+    if not isinstance(ids, list | tuple) or not all(map(_is_id, ids)):
         raise ValueError(
             f"mars_protected_token_ids={shown(ids)} is not a list of token ids (integers >= 0); "
             "[] switches the protection off."
@@ -373,8 +371,7 @@ def _token_ids(ids: object) -> tuple[int, ...]:
 
 def _spans(spans: object) -> tuple[Span, ...]:
     def is_token(token: object) -> bool:
-        is_id = isinstance(token, int) and not isinstance(token, bool) and token >= 0
-        return is_id or (isinstance(token, str) and token != "")
+        return _is_id(token) or (isinstance(token, str) and token != "")
 
     def is_span(span: object) -> bool:
         return (

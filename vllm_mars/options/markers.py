@@ -57,13 +57,12 @@ def _span_ids(
     tokens = _tokenizer(model_config).get_vocab() if texts else {}
 
     def id_of(token: Token) -> int:
-        if isinstance(token, str):
-            if token not in tokens:
-                raise ValueError(
-                    f"mars_strict_spans: {shown(token)} is not one token of this model; give a "
-                    "single token (its text or id) that marks the span."
-                )
-        number = tokens[token] if isinstance(token, str) else token
+        number = tokens.get(token) if isinstance(token, str) else token
+        if number is None:
+            raise ValueError(
+                f"mars_strict_spans: {shown(token)} is not one token of this model; give a single "
+                "token (its text or id) that marks the span."
+            )
         if number >= vocab:
             raise ValueError(
                 f"mars_strict_spans: {shown(number)} is outside the model's vocabulary [0, "
