@@ -40,7 +40,7 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
 
     check_version(vllm.__version__)
     check_interfaces("front end")
-    _check_served(engine_args, speculative_config)
+    _check_served(engine_args)
     mode = getattr(engine_args, "logprobs_mode", None)
     if config.logprobs == "sampled" and mode != "processed_logprobs":
         raise ValueError(
@@ -146,7 +146,7 @@ def _refuse(what: str, reason: str, way_out: str) -> None:
     )
 
 
-def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
+def _check_served(engine_args: Any) -> None:
     from vllm.platforms import current_platform
 
     # Also checked with `--headless`, since such a node does not know its front end.

@@ -7,7 +7,7 @@ completely or not at all. If a turn was measured again, its last line counts.
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,10 +124,6 @@ def read_sweep(path: Path) -> SweepFile:
     if not heads:
         raise ValueError(f"{path} says nothing of its sweep; give the file of a sweep.")
     return SweepFile(heads, list(records.values()))
-
-
-def append(path: Path, record: RunHeader | Record) -> None:
-    append_line(path, asdict(record))
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:

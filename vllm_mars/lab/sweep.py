@@ -20,7 +20,7 @@ from vllm_mars.lab.records import (
     Record,
     RunHeader,
     SweepFile,
-    append,
+    append_line,
     read_sweep,
     require_writable,
 )
@@ -99,12 +99,13 @@ def run_sweep(
         ]
         starts = sum(len({turn.server for turn in turns}) for _, turns in groups)
         say(f"{total} turns, {total - left} of them in {output}; {starts} servers start")
-        append(output, RunHeader(settings, options.base, describe_run(runner.gpu)))
+        header = RunHeader(settings, options.base, describe_run(runner.gpu))
+        append_line(output, dataclasses.asdict(header))
         measured = runner.run([group for group in groups if group[1]])
         started = time.monotonic()
         first = True
         for number, record in enumerate(stack.enter_context(contextlib.closing(measured)), 1):
-            append(output, record)
+            append_line(output, dataclasses.asdict(record))
             rest = ""
             if first:
                 # The first turn includes the start of servers, which would distort the estimate.

@@ -24,10 +24,6 @@ DRIFT_UP = "vllm:mars_drift_up_nats_total"
 DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Environment of child processes that send requests to this machine.
-NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-
 
 def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> bytes:
     """Sends a GET request or, with a body, posts JSON; uses no proxy on this machine.
@@ -64,7 +60,7 @@ def openai_client(base_url: str, timeout: float, api_key: str = "none") -> "open
 
 
 def _is_here(url: str) -> bool:
-    return urllib.parse.urlsplit(url).hostname in LOOPBACK
+    return urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def totals(url: str, timeout: float) -> dict[str, float]:

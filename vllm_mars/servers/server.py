@@ -50,7 +50,6 @@ class VllmServer:
         log_path: Path,
         env: Mapping[str, str] | None = None,
         startup_timeout: float = 600.0,
-        wait: bool = True,
     ) -> None:
         """Describes the server without starting it.
 
@@ -59,7 +58,6 @@ class VllmServer:
             log_path: file for the server's output, replaced if it exists.
             env: variables that override the inherited environment.
             startup_timeout: in seconds.
-            wait: whether entering the context waits for the server.
         """
         self.model = str(model)
         self.args = list(args)
@@ -69,7 +67,6 @@ class VllmServer:
         # The hub is offline by default if the model is a directory.
         offline = {"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else {}
         self._env = {**ENV_DEFAULTS, **offline, **os.environ, **(env or {})}
-        self._wait = wait
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
 
@@ -174,12 +171,11 @@ class VllmServer:
 
     def __enter__(self) -> Self:
         self.start()
-        if self._wait:
-            try:
-                self.wait_until_ready()
-            except BaseException:
-                self.close()
-                raise
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
