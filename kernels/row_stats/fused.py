@@ -447,22 +447,7 @@ def _launch_cache_of(
     sampling_inputs: SamplingInputs | None,
 ) -> LaunchCache:
     logits = step.logits
-    sampling_key: Hashable = None
-    draft_key: Hashable = None
-    if sampling_inputs is not None:
-        sampling_key = (
-            sampling_inputs.pos.dtype,
-            sampling_inputs.expanded_idx_mapping.dtype,
-            sampling_inputs.expanded_local_pos.dtype,
-        )
-        draft_logits = sampling_inputs.sampling.draft_logits
-        if draft_logits is not None:
-            draft_key = (
-                draft_logits.dtype,
-                draft_logits.data_ptr() % 16 == 0,
-                sampling_inputs.sampling.next_seeds is None,
-            )
-    return launch_cache_for(
+    key: list[Hashable] = [
         engine_params.rule.name,
         logits.device,
         logits.dtype,
@@ -471,9 +456,21 @@ def _launch_cache_of(
         step.slots.dtype,
         engine_params.protected is None,
         constraints is None,
-        sampling_key,
-        draft_key,
-    )
+    ]
+    if sampling_inputs is not None:
+        key += [
+            sampling_inputs.pos.dtype,
+            sampling_inputs.expanded_idx_mapping.dtype,
+            sampling_inputs.expanded_local_pos.dtype,
+        ]
+        sampling = sampling_inputs.sampling
+        if (draft_logits := sampling.draft_logits) is not None:
+            key += [
+                draft_logits.dtype,
+                draft_logits.data_ptr() % 16 == 0,
+                sampling.next_seeds is None,
+            ]
+    return launch_cache_for(*key)
 
 
 def draft_strides(sampling_inputs: SamplingInputs | None) -> tuple[int, int]:
