@@ -166,10 +166,7 @@ def read_probabilities(
         log_first = np.log(p.numpy()[rows_range, argmax])
         first = z.numpy()[rows_range, argmax]
         log_p = np.minimum(z.numpy()[rows_range, np.maximum(draft, 0)] - first + log_first, 0.0)
-        entropy = [
-            _entropy(p_row, z_row, z1, log_p1)
-            for p_row, z_row, z1, log_p1 in zip(p.numpy(), z.numpy(), first, log_first, strict=True)
-        ]
+        entropy = [*map(_entropy, p.numpy(), z.numpy(), first, log_first)]
     log_p[draft < 0] = -math.inf
     preserved_p = [p_row[tokens].double() for p_row, tokens in zip(p, preserved, strict=True)]
     rest = [max(1 - float(probs.sum()), 0.0) for probs in preserved_p]

@@ -160,9 +160,6 @@ def _marked(answer: Answer, console: Console) -> Text:
             continue
         before, token, after = around(piece)
         marked.append(before)
-        if in_colour:
-            marked.append(token, RELAXED_STYLE)
-        else:
-            marked.append(f"[{token}]")
+        marked.append(token if in_colour else f"[{token}]", RELAXED_STYLE if in_colour else None)
         marked.append(after)
     return marked
