@@ -210,7 +210,8 @@ class RequestsV2(LogitsProcessor):
     @property
     def draft_parameters(self) -> torch.Tensor:
         """Sampling parameters of drafts, float32 `[6, S]` with a fixed address."""
-        return self._parameters.gpu
+        parameters: torch.Tensor = self._parameters.gpu
+        return parameters
 
     def _by_slot(self, dtype: torch.dtype) -> StagedWriteTensor:
         return StagedWriteTensor(self._req_states.max_num_reqs, dtype, self._req_states.device)
