@@ -101,7 +101,6 @@ def _key_getter(kernel: Any, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]
 
 @functools.cache
 def launch_cache_for(*properties: Hashable) -> LaunchCache:
-    """Returns the cache for steps with equal properties."""
     # Callers pass the rule, whose functions are kernel arguments, the device, and all that varies
     # between steps: tensor dtypes, 16-byte alignment, and which optional tensors are None.
     return LaunchCache()

@@ -65,7 +65,6 @@ def is_end(token, record_ptr):
 
 @triton.jit
 def is_preserved(token, protected, constraints, row, record_ptr, vocab):
-    """Whether each token is preserved at a row."""
     result = is_end(token, record_ptr)
     if protected is not None:
         is_token = (token >= 0) & (token < vocab)

@@ -31,8 +31,6 @@ def verify(
 
     Args:
         step: logits are processed, except for the temperature.
-        constraints: None if no request has any.
-        sampling_inputs: None if all requests are greedy.
         bonus: bonus token of each request, `[batch]` or `[batch, 1]`; None, if all requests are
             greedy, for the argmax of the bonus rows.
     """
@@ -82,10 +80,10 @@ def verify(
         if lost:
             step.records.lost[slots[req_idx]] += lost
         summary[:, req_idx] = accepted + 1, num_relaxed, lost
-    num_emitted, num_relaxed_, lost_ = torch.from_numpy(summary)
+    counts = torch.from_numpy(summary)
     return VerifyOutput(
         output_token_ids=torch.from_numpy(tokens),
-        num_emitted=num_emitted.int(),
-        num_relaxed=num_relaxed_.int(),
-        lost=lost_,
+        num_emitted=counts[0].int(),
+        num_relaxed=counts[1].int(),
+        lost=counts[2],
     )

@@ -92,7 +92,6 @@ class PackagedModelServer(LLMServer):
     """Ray's server of one replica, which first builds the packaged model on its node."""
 
     async def __init__(self, llm_config: LLMConfig, **kwargs: Any) -> None:  # type: ignore[misc]
-        """Builds the model if the node lacks it, then starts the engine."""
         source = getattr(llm_config.model_loading_config, "model_source", None)
         if (path := str(ensure_model())) != source:
             raise RuntimeError(

@@ -33,11 +33,7 @@ _ARGMAX_ONLY = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
 
 
 def check_version(version: str) -> None:
-    """Warns if a vLLM version, such as "0.33.1.dev3+cpu", is newer than all tested releases.
-
-    Raises:
-        RuntimeError: the version is below the oldest supported one, or cannot be parsed.
-    """
+    """Raises RuntimeError if a vLLM version is too old; warns if it is newer than all tested."""
     oldest, newest = (_numbers(release) for release in RELEASES)
     if _numbers(version) < oldest:
         raise RuntimeError(

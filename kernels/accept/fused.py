@@ -32,7 +32,6 @@ def step_seed(seed, local_pos):
 
 @triton.jit
 def _uniform(seeds_ptr, pos_ptr, slot, row, mask, local_pos, BLOCK_VERIFY: tl.constexpr):
-    """vLLM's uniform random number of each position."""
     pos = tl.load(pos_ptr + row, mask=mask, other=0)
     seed = tl.load(seeds_ptr + slot)
     if BLOCK_VERIFY:
@@ -122,8 +121,7 @@ def accept_kernel(
     extendable = num_extendable(rows.is_end, offset, length, tokens_left)
     # Last position of the answer; -1 if it had already ended.
     last_counted = tl.where(is_over != 0, -1, extendable)
-    splits = partials, row, num_splits
-    verdict = GREEDY(rows, splits, value, remaining, extendable, offset, length, SPLITS)
+    verdict = GREEDY(rows, value, remaining, extendable, offset, length)
     loss = rows.loss
     accepts = (verdict == C.VERDICT.FIRST) | (verdict == C.VERDICT.RELAXED)
     gained = tl.where(verdict == C.VERDICT.RELAXED, C.PER_NAT, 0.0).to(tl.int64)
@@ -170,9 +168,7 @@ def accept_kernel(
                 )
             else:
                 logprobs = read_logprobs(rows, partials, row, is_draft, num_splits, SPLITS)
-                decisions = FIXED(
-                    rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS
-                )
+                decisions = FIXED(rows, logprobs, value, remaining, extendable, offset, length)
                 verdict = decisions.verdict
                 loss = decisions.loss
                 gained = decisions.gained
@@ -273,7 +269,7 @@ def accept(
         positions,
         rule.jitted.greedy,
         rule.jitted.sampled,
-        rule.needs.second,
+        rule.needs_second,
         sampled,
         # One warp has too few registers for long drafts.
         num_warps=max(1, positions // 8),

@@ -27,7 +27,6 @@ class CpuSamplingInputs:
         temperature: float32 `[batch]`; 0 is greedy, 1 if rows have been divided already.
         uniform: float64 `[num_draft]`, in [0, 1).
         draft_probs: float32 `[num_draft, vocab]`; None for fixed drafts.
-        generators: per-request generators, by batch index.
         noise: `[vocab]` by batch index, reciprocals of the exponential random numbers of vLLM's
             sampler, to emit the same token as that. Other requests use one uniform number.
     """
@@ -77,7 +76,6 @@ class Emitted(NamedTuple):
 
 
 def loss_budgets(step: VerifyInputs) -> Iterator[LossBudget]:
-    """Loss budget of each request of a step."""
     slots = step.slots.long()
     columns = [Column.VALUE, Column.RATE, Column.LOST, Column.MAX_TOKENS]
     records = step.records.table[slots][:, columns].tolist()
@@ -86,9 +84,16 @@ def loss_budgets(step: VerifyInputs) -> Iterator[LossBudget]:
     last = [inputs[first] for first in [0, *step.cu_num_logits.tolist()[:-1]]] if records else []
     stop_ids = step.records.stop_ids[slots].tolist()
     for req_idx, (value, rate, lost, max_tokens) in enumerate(records):
-        budget = LossBudget.of(value, rate, lost, produced[req_idx], max_tokens)
-        is_end = produced[req_idx] > 0 and last[req_idx] >= 0 and last[req_idx] in stop_ids[req_idx]
-        yield budget._replace(has_ended=budget.has_ended or is_end)
+        num_output = produced[req_idx]
+        is_end = num_output > 0 and last[req_idx] >= 0 and last[req_idx] in stop_ids[req_idx]
+        yield LossBudget(
+            value=value,
+            rate=rate,
+            produced=num_output,
+            lost=lost,
+            tokens_left=max(max_tokens - num_output - 1, 0),
+            has_ended=is_end or num_output >= max_tokens,
+        )
 
 
 def accept(
@@ -197,7 +202,6 @@ class SampledDraft:
         ]
 
     def read(self, rows: slice) -> None:
-        """Computes z and p of rows."""
         if self._temperature != 1:
             torch.div(self._logits[rows], self._temperature, out=self.z[rows])
         torch.softmax(self.z[rows], dim=-1, out=self.p[rows])

@@ -22,8 +22,6 @@ NO_LIMIT = 1 << 61
 
 
 class LossBudget(NamedTuple):
-    """Loss budget of one request in one step."""
-
     # The rule's value as encoded in the record; 0 is strict.
     value: int
     # Budget per output token, in units of 2**-RATE_BITS nats.
@@ -36,18 +34,6 @@ class LossBudget(NamedTuple):
     tokens_left: int
     # Whether the request ended before this step; if so, the step is not counted.
     has_ended: bool = False
-
-    @classmethod
-    def of(cls, value: int, rate: int, lost: int, produced: int, most_tokens: int) -> "LossBudget":
-        """Builds the budget from a request's record; the caller checks stop tokens."""
-        return cls(
-            value=value,
-            rate=rate,
-            produced=produced,
-            lost=lost,
-            tokens_left=max(most_tokens - produced - 1, 0),
-            has_ended=produced >= most_tokens,
-        )
 
     def at(self, offset: int) -> int:
         """Units that the step's tokens up to and including this offset may lose."""

@@ -89,7 +89,6 @@ class MarkerTracker:
         return not (spans or thinking)
 
     def advance(self, state: int, tokens: Sequence[int]) -> int:
-        """Returns the state after more tokens."""
         if len(tokens) > _FEW_TOKENS:
             # In a long prompt, only markers and the last `opening` tokens can change the state.
             ids = _ids(tokens)
@@ -111,12 +110,8 @@ class MarkerTracker:
             state = span + thinking + OPENING * opening
         return state
 
-    def is_strict(self, state: int, scope: int = 0) -> bool:
-        """Whether the next token is verified strictly."""
-        return bool(self._reason(state, scope))
-
-    def _reason(self, state: int, scope: int) -> int:
-        """Returns why the next token is strict, or 0."""
+    def reason(self, state: int, scope: int = 0) -> int:
+        """Returns why the next token is strict, a `Verdict`, or 0."""
         reason: int = Verdict.NONE
         if state % THINKING:
             reason = Verdict.SPAN
@@ -142,9 +137,9 @@ class MarkerTracker:
         return Markers(torch.tensor(table, device=device), self.opening)
 
     def blocked(self, state: int, draft: Sequence[int], scope: int = 0) -> Iterator[int]:
-        """Yields for each draft position why it is strict, a `Verdict`, or 0."""
+        """Yields `reason` for each draft position."""
         for token in draft:
-            yield self._reason(state, scope)
+            yield self.reason(state, scope)
             state = self.advance(state, (token,))
 
 

@@ -64,13 +64,13 @@ def cpu_constraints(
     reasons: Iterable[int],
     draft: Sequence[int],
     repeated: Iterable[list[set[int]]],
-    samples: bool,
+    is_sampled: bool,
 ) -> Iterator[tuple[int, bool, Collection[int]]]:
     """Yields entries of `CpuConstraints` from `MarkerTracker.blocked` and `NgramIndex.before`."""
     for reason, token, by_length in zip(reasons, draft, repeated, strict=True):
         lists = by_length[:1]
         repeats = any(token in followers for followers in lists)
-        if not samples:
+        if not is_sampled:
             # The longest n-gram that the draft token completes.
             lists = [followers for followers in by_length if token in followers][-1:]
         listed = lists[0] if lists else ()

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from vllm_mars.kernels.constants import C
 from vllm_mars.kernels.counters.table import CounterLayout
-from vllm_mars.kernels.interface import RECORD_SIZE, Column, Records
+from vllm_mars.kernels.interface import Records
 from vllm_mars.kernels.launch import UNALIGNED, UNSPECIALIZED
 
 # Columns of logprobs per block.
@@ -88,7 +88,7 @@ def record_step(
 def ended_kernel(
     # [layout.size] int64, added to: see `CounterLayout`
     counts_ptr,
-    # [S, SIZE] int64
+    # [S, RECORD_SIZE] int64
     records_ptr,
     # [num_ended] int32
     slots_ptr,
@@ -96,13 +96,11 @@ def ended_kernel(
     bounds_ptr,
     ENDED: tl.constexpr,
     ENDED_LOST: tl.constexpr,
-    LOST: tl.constexpr,
-    SIZE: tl.constexpr,
     NUM_BOUNDS: tl.constexpr,
     BOUNDS: tl.constexpr,
 ):
     slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
-    lost = tl.load(records_ptr + slot * SIZE + LOST)
+    lost = tl.load(records_ptr + slot * C.RECORD_SIZE + C.COLUMN.LOST)
     index = tl.arange(0, BOUNDS)
     is_bound = index < NUM_BOUNDS
     bounds = tl.load(bounds_ptr + index, mask=is_bound, other=0)
@@ -126,8 +124,6 @@ def count_ended(
         bounds,
         ENDED=layout.ended.start,
         ENDED_LOST=layout.ended_lost.start,
-        LOST=int(Column.LOST),
-        SIZE=RECORD_SIZE,
         NUM_BOUNDS=len(bounds),
         BOUNDS=triton.next_power_of_2(len(bounds)),
         num_warps=1,

@@ -1,7 +1,7 @@
 """Table of all counters, from which layout, kernel offsets and Prometheus metrics follow."""
 
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm_mars.kernels.budget import UNIT
 from vllm_mars.kernels.interface import REFUSALS
@@ -100,20 +100,16 @@ class CounterLayout:
         self.num_speculative_tokens = num_speculative_tokens
         # Number of entries of the counts.
         self.size = 0
-        self._entries: dict[str, slice] = {}
         # Counters by position come first, so that all others have offsets that depend on K only
         # by a common shift.
         for name in (*BY_POSITION, *(name for name in COUNTERS if name not in BY_POSITION)):
             size = _SIZES.get(COUNTERS[name].by, num_speculative_tokens)
-            self._entries[name] = slice(self.size, self.size + size)
+            setattr(self, name, slice(self.size, self.size + size))
             self.size += size
 
-    def __getattr__(self, name: str) -> slice:
-        # `copy` looks special methods up before `_entries` is set.
-        entries: dict[str, slice] = self.__dict__.get("_entries", {})
-        if name not in entries:
-            raise AttributeError(name)
-        return entries[name]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> slice: ...
 
 
 def _counter_offsets() -> SimpleNamespace:

@@ -38,10 +38,11 @@ class DraftLogprobs(NamedTuple):
     is_number: tl.tensor
     # log p of the draft token, at most 0; 0 if not a number
     log_p: tl.tensor
-    # Log-sum-exp of the row
-    lse: tl.tensor
     # H(p) in nats
     entropy: tl.tensor
+    # p(S), and the part of H(p) in S, the preserved tokens
+    preserved_mass: tl.tensor
+    preserved_entropy: tl.tensor
 
 
 @triton.jit
@@ -179,23 +180,23 @@ def read_logprobs(rows, partials, row, is_draft, num_splits, SPLITS: tl.constexp
     log_p = rows.logit - lse
     # False for NaN.
     is_number = (rows.draft >= 0) & (log_p > -C.INF)
+    preserved_mass, preserved_entropy = preserved_sums(partials, row, is_number, lse)
     return DraftLogprobs(
         is_number=is_number,
         log_p=tl.where(is_number, tl.minimum(log_p, 0.0), 0.0),
-        lse=lse,
         entropy=entropy,
+        preserved_mass=preserved_mass,
+        preserved_entropy=preserved_entropy,
     )
 
 
 @triton.jit
 def num_extendable(is_end, offset, length, tokens_left):
-    """Number of leading draft positions after which another token may follow."""
     return tl.minimum(tl.min(tl.where(is_end, offset, length), axis=0), tokens_left)
 
 
 @triton.jit
 def forbids(rows, checks_argmax):
-    """Reason why each position is strict, or 0."""
     is_strict = rows.is_preserved | (rows.is_argmax_preserved & checks_argmax)
     reason = tl.where(is_strict, C.VERDICT.PROTECTED, tl.where(rows.repeats, C.VERDICT.REPEAT, 0))
     return tl.where(rows.blocked != 0, rows.blocked, reason)

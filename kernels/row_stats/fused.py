@@ -48,19 +48,17 @@ def _pack(value, token_id):
 
 @triton.jit
 def unpack_value(packed):
-    """Value of a packed pair, float32."""
     ordered = (packed >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unpack_id(packed):
-    """Token id of a packed pair, int32."""
     return 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def _top2_of_pairs(first, second, CHUNKS: tl.constexpr):
+def _top2_of_pairs(first, second):
     """Two largest values of neighbouring groups, from the two of each group, [CHUNKS, 2]."""
     first_a, first_b = tl.split(first)
     second_a, second_b = tl.split(second)
@@ -78,10 +76,9 @@ def _top2_of_chunks(value, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     first = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     second = tl.minimum(a, b)
     if CHUNK == 8:
-        first, second = _top2_of_pairs(
-            tl.reshape(first, [CHUNKS, 2, 2]), tl.reshape(second, [CHUNKS, 2, 2]), CHUNKS
-        )
-    return _top2_of_pairs(first, second, CHUNKS)
+        first = tl.reshape(first, [CHUNKS, 2, 2])
+        first, second = _top2_of_pairs(first, tl.reshape(second, [CHUNKS, 2, 2]))
+    return _top2_of_pairs(first, second)
 
 
 @triton.jit
@@ -199,15 +196,15 @@ def rows_kernel(
     # Logits of one 16-byte load: 8 of a 16-bit dtype, 4 of float32.
     CHUNK: tl.constexpr,
     WITH_SECOND: tl.constexpr,
-    WITH_SUM: tl.constexpr,
+    # Whether the step has sampled requests
+    SAMPLED: tl.constexpr,
     APPLY_TEMPERATURE: tl.constexpr,
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
     slot = tl.zeros([], tl.int64)
     divisor = 1.0
-    # Triton 3.6 cannot compare `sampling` to None if one of its fields is None.
-    if expanded_idx_mapping_ptr is not None:
+    if SAMPLED:
         # The bonus row is the last row of a request; only the resampling reads it if the request is
         # sampled. Temperatures can be in host memory, so other rows read them only to divide.
         next_local_pos = tl.load(expanded_local_pos_ptr + row + 1, mask=row + 1 < num_rows, other=0)
@@ -241,7 +238,7 @@ def rows_kernel(
             second = tl.where(better, tl.maximum(best, runner_up), tl.maximum(first, second))
         best = tl.where(better, first, best)
         best_chunk = tl.where(better, chunk, best_chunk)
-        if WITH_SUM:
+        if SAMPLED:
             now = tl.maximum(best, C.LEAST)
             shift = base - now
             decay = libdevice.exp2(shift * C.LOG2_E)
@@ -265,12 +262,12 @@ def rows_kernel(
     if WITH_SECOND:
         # z2 is the second of the winning lane or the first of another lane.
         tl.store(partials.second + out, tl.max(tl.where(loses, best, second), axis=0))
-    if WITH_SUM:
+    if SAMPLED:
         shift = base - tl.maximum(first, C.LEAST)
         tl.store(partials.sums + 2 * out, tl.sum(sums * tl.exp(shift), axis=0))
         moment = tl.sum((moments + sums * shift) * tl.exp(shift), axis=0)
         tl.store(partials.sums + 2 * out + 1, moment)
-    if expanded_idx_mapping_ptr is not None:
+    if SAMPLED:
         if sampling.draft_logits is not None:
             draft_temperature = tl.load(sampling.draft_temperature + slot)
             if (draft_temperature != 0.0) & (next_local_pos != 0):
@@ -293,7 +290,7 @@ def rows_kernel(
         in_vocab = (draft >= 0) & (draft < vocab)
         logit = tl.load(row_ptr + draft, mask=in_vocab, other=float("-inf"))
         tl.store(partials.logit + row, divide_logits(logit, divisor, APPLY_TEMPERATURE))
-        if expanded_idx_mapping_ptr is not None:
+        if SAMPLED:
             _sum_preserved(
                 out_ptr=partials.preserved + 3 * row,
                 row_ptr=row_ptr,
@@ -315,7 +312,7 @@ class Partials(NamedTuple):
     # float32 [num_rows, num_splits], z2; written if the rule needs it
     second: torch.Tensor
     # float32 [num_rows, num_splits, 2], sums of exp(z - z1) and of (z - z1) exp(z - z1), which give
-    # log-sum-exp and entropy; written if requests sample or the rule needs them
+    # log-sum-exp and entropy; written if requests sample
     sums: torch.Tensor
     # float32 [num_rows], of the draft token
     logit: torch.Tensor
@@ -366,7 +363,7 @@ def launch_settings(vocab: int, num_rows: int) -> tuple[int, int, int, int]:
     # filled last wave costs little. None of nine other settings was faster on an H200.
     block = block_size(vocab)
     blocks = triton.cdiv(vocab, block)
-    splits = max(1, min(blocks, 2048 // max(1, num_rows)))
+    splits = max(1, min(blocks, 2048 // num_rows))
     blocks_per_split = triton.cdiv(blocks, splits)
     splits = triton.cdiv(vocab, blocks_per_split * block)
     return splits, blocks_per_split, block, 8 if block >= 2048 else 4
@@ -405,34 +402,33 @@ def reduce_rows(
     partials = _cached_partials(bucket_size(num_rows * num_splits, 4096), logits.device)
     launch_cache = _launch_cache_of(step, engine_params, constraints, sampling_inputs)
     draft_stride, draft_step_stride = draft_strides(sampling_inputs)
-    if num_rows:
-        launch_cache.launch(
-            rows_kernel,
-            (num_rows, num_splits, 1),
-            partials,
-            logits,
-            logits.stride(0),
-            step.input_ids,
-            None if sampling_inputs is None else step.records.table,
-            None if sampling_inputs is None else engine_params.protected,
-            None if sampling_inputs is None else constraints,
-            None if sampling_inputs is None else sampling_inputs.expanded_idx_mapping,
-            None if sampling_inputs is None else sampling_inputs.expanded_local_pos,
-            None if sampling_inputs is None else sampling_inputs.sampling,
-            draft_stride,
-            draft_step_stride,
-            num_rows,
-            vocab,
-            blocks_per_split,
-            block,
-            16 // logits.element_size(),
-            rule.needs.second,
-            rule.needs.sums or sampling_inputs is not None,
-            sampling_inputs is not None and sampling_inputs.apply_temperature,
-            num_warps=warps,
-            # Only the sums contain a multiplication followed by an addition.
-            enable_fp_fusion=True,
-        )
+    launch_cache.launch(
+        rows_kernel,
+        (num_rows, num_splits, 1),
+        partials,
+        logits,
+        logits.stride(0),
+        step.input_ids,
+        None if sampling_inputs is None else step.records.table,
+        None if sampling_inputs is None else engine_params.protected,
+        None if sampling_inputs is None else constraints,
+        None if sampling_inputs is None else sampling_inputs.expanded_idx_mapping,
+        None if sampling_inputs is None else sampling_inputs.expanded_local_pos,
+        None if sampling_inputs is None else sampling_inputs.sampling,
+        draft_stride,
+        draft_step_stride,
+        num_rows,
+        vocab,
+        blocks_per_split,
+        block,
+        16 // logits.element_size(),
+        rule.needs_second,
+        sampling_inputs is not None,
+        sampling_inputs is not None and sampling_inputs.apply_temperature,
+        num_warps=warps,
+        # Only the sums contain a multiplication followed by an addition.
+        enable_fp_fusion=True,
+    )
     return Reduced(
         step=step,
         engine_params=engine_params,
@@ -451,22 +447,7 @@ def _launch_cache_of(
     sampling_inputs: SamplingInputs | None,
 ) -> LaunchCache:
     logits = step.logits
-    sampling_key: Hashable = None
-    draft_key: Hashable = None
-    if sampling_inputs is not None:
-        sampling_key = (
-            sampling_inputs.pos.dtype,
-            sampling_inputs.expanded_idx_mapping.dtype,
-            sampling_inputs.expanded_local_pos.dtype,
-        )
-        draft_logits = sampling_inputs.sampling.draft_logits
-        if draft_logits is not None:
-            draft_key = (
-                draft_logits.dtype,
-                draft_logits.data_ptr() % 16 == 0,
-                sampling_inputs.sampling.next_seeds is None,
-            )
-    return launch_cache_for(
+    key: list[Hashable] = [
         engine_params.rule.name,
         logits.device,
         logits.dtype,
@@ -475,9 +456,21 @@ def _launch_cache_of(
         step.slots.dtype,
         engine_params.protected is None,
         constraints is None,
-        sampling_key,
-        draft_key,
-    )
+    ]
+    if sampling_inputs is not None:
+        key += [
+            sampling_inputs.pos.dtype,
+            sampling_inputs.expanded_idx_mapping.dtype,
+            sampling_inputs.expanded_local_pos.dtype,
+        ]
+        sampling = sampling_inputs.sampling
+        if (draft_logits := sampling.draft_logits) is not None:
+            key += [
+                draft_logits.dtype,
+                draft_logits.data_ptr() % 16 == 0,
+                sampling.next_seeds is None,
+            ]
+    return launch_cache_for(*key)
 
 
 def draft_strides(sampling_inputs: SamplingInputs | None) -> tuple[int, int]:

@@ -143,7 +143,6 @@ def read_rows(
 
 
 def _is_among(token: np.ndarray, stop_ids: np.ndarray) -> np.ndarray:
-    """Whether each token is a stop token of its request; bool `[num_draft]`."""
     is_stop: np.ndarray = (stop_ids == token[:, None]).any(axis=1)
     return is_stop
 
@@ -167,10 +166,7 @@ def read_probabilities(
         log_first = np.log(p.numpy()[rows_range, argmax])
         first = z.numpy()[rows_range, argmax]
         log_p = np.minimum(z.numpy()[rows_range, np.maximum(draft, 0)] - first + log_first, 0.0)
-        entropy = [
-            _entropy(p_row, z_row, z1, log_p1)
-            for p_row, z_row, z1, log_p1 in zip(p.numpy(), z.numpy(), first, log_first, strict=True)
-        ]
+        entropy = [*map(_entropy, p.numpy(), z.numpy(), first, log_first)]
     log_p[draft < 0] = -math.inf
     preserved_p = [p_row[tokens].double() for p_row, tokens in zip(p, preserved, strict=True)]
     rest = [max(1 - float(probs.sum()), 0.0) for probs in preserved_p]

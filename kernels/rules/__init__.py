@@ -8,36 +8,7 @@ import functools
 import importlib
 from collections.abc import Collection
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
-
-if TYPE_CHECKING:
-    from vllm_mars.kernels.budget import LossBudget
-    from vllm_mars.kernels.interface import Verdict
-    from vllm_mars.kernels.row_stats.naive import Rows
-    from vllm_mars.kernels.served_dist.naive import RowDecision
-
-
-class Needs(NamedTuple):
-    """Row statistics that a rule needs besides the argmax and the draft token's logit."""
-
-    # Second largest logit
-    second: bool = False
-    # Sum of exponentials and its first moment, for log p and entropy; always there if sampled
-    sums: bool = False
-
-
-class Plain(Protocol):
-    """Functions of a rule in plain Python, for the draft in rows `begin` to `end`."""
-
-    def greedy(
-        self, rows: "Rows", begin: int, end: int, budget: "LossBudget"
-    ) -> "list[Verdict]": ...
-
-    # For fixed drafts only.
-
-    def sampled(
-        self, rows: "Rows", begin: int, end: int, budget: "LossBudget"
-    ) -> "list[RowDecision]": ...
+from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
@@ -54,7 +25,8 @@ class Rule(NamedTuple):
     # Whether the rule also accepts tokens with certainty in sampled requests. Then no token is
     # preserved, repetition is not prevented, and drafts must be fixed.
     outright: bool
-    needs: Needs = Needs()
+    # Whether it needs the second largest logit
+    needs_second: bool = False
 
     @property
     def option(self) -> str:
@@ -62,8 +34,9 @@ class Rule(NamedTuple):
         return f"mars_{self.name}"
 
     @property
-    def plain(self) -> Plain:
-        return cast(Plain, _module(f"naive.{self.name}"))
+    def plain(self) -> Any:
+        """Functions of the rule in plain Python: see `rules.naive`."""
+        return _module(f"naive.{self.name}")
 
     @property
     def jitted(self) -> Any:
@@ -85,7 +58,7 @@ def _module(name: str) -> ModuleType:
 
 
 # The rule of arXiv 2601.15498: the runner-up is accepted if z2 > theta * z1.
-THETA = Rule("theta", strict=1.0, most=1, in_nats=False, outright=True, needs=Needs(second=True))
+THETA = Rule("theta", strict=1.0, most=1, in_nats=False, outright=True, needs_second=True)
 # Accepts the prefix that maximizes price * length - loss. A bound on the loss sets the price.
 PRICE = Rule("price", strict=0.0, most=8192, in_nats=True, outright=False)
 RULES = {rule.name: rule for rule in (THETA, PRICE)}

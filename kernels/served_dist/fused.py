@@ -85,13 +85,11 @@ class ClipBounds(NamedTuple):
 
 @triton.jit
 def max_bias(units):
-    """Largest b in nats whose loss is at most `units`, by Hoeffding's lemma."""
     return tl.sqrt(8.0 * units.to(tl.float32) * C.UNIT) * C.CAUTION
 
 
 @triton.jit
 def log_share_of(log_p, rest):
-    """Log of a token's share of R."""
     return tl.where(rest > 0.0, tl.minimum(log_p - tl.log(tl.maximum(rest, 1e-30)), 0.0), 0.0)
 
 
@@ -168,7 +166,6 @@ def load_row_inputs(clipped_ptr, target_ptr, draft_ptr, draft_temperature, divis
 
 @triton.jit
 def load_clip_bounds(clipped_ptr):
-    """`ClipBounds` of a row that `clip_kernel` has read."""
     log_w = tl.load(clipped_ptr + C.CLIP_STAT.LOG_W)
     return ClipBounds(
         lowest=log_w,

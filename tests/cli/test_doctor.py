@@ -231,27 +231,6 @@ def test_this_environment(capsys):
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "lacks", "state", "message"),
-    [
-        (True, False, "note", "enable_adaptive_verification needs Model Runner V2: vLLM has none "),
-        (False, False, "ok", "enable_adaptive_verification can serve MARS, if drafts are those of"),
-        (False, True, "note", ".reallocate_drafts is missing ("),
-    ],
-)
-def test_adaptive_verification(monkeypatch, on_cpu, lacks, state, message):
-    import vllm
-    from vllm.platforms import current_platform
-    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
-
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
-    if lacks:
-        monkeypatch.delattr(AdaptiveVerificationManager, "reallocate_drafts")
-    interfaces, adaptive = doctor._interfaces(vllm.__version__)
-    assert interfaces.state == "ok"
-    assert adaptive.state == state and message in adaptive.text
-
-
-@pytest.mark.parametrize(
     ("variable", "value", "state", "message"),
     [
         ("VLLM_PLUGINS", "lora,other", "fault", "VLLM_PLUGINS='lora,other' leaves the plugin out"),

@@ -405,7 +405,7 @@ class Batch:
         `reports` must be of this batch only; `lost` is in units, by request.
         """
         case, wrong, units = self.case, [], lost.numpy()
-        table = reports.asked[0].table[:, 0].double().numpy()
+        table = reports.requested_tables[0].table[:, 0].double().numpy()
         for probe, tokens, ratios, lost_units in zip(
             self.probes, emitted, table, units, strict=True
         ):

@@ -149,7 +149,7 @@ def test_a_batch_without_parameters_is_drafted_by_vllms_graphs():
 
 def test_a_slot_forgets_the_parameters_of_its_last_request():
     runner, step, sampler = runner_of([*requests_under_parameters()])
-    table, slot = sampler.requests.draft_parameters.table, int(step.slots[3])
+    table, slot = sampler.requests.draft_parameters, int(step.slots[3])
     others = [other for other in range(table.shape[1]) if other not in step.slots]
     none = table[:, others[0]].tolist()
     assert none[2:] == [1, 1, 0, 0] and none[1] > VOCAB

@@ -42,8 +42,8 @@ def test_every_difference_is_named(monkeypatch):
     ):
         assert difference in text
     assert text.endswith(
-        "Install a vLLM that it knows (0.32 and 0.33), look for a newer vllm-mars, or drop "
-        "rejection_sample_method 'mars'."
+        "Install a vLLM that it knows (0.32 and 0.33), look for a newer vllm-mars, leave out a "
+        "plugin that replaced a function, or drop rejection_sample_method 'mars'."
     )
 
 
@@ -72,8 +72,8 @@ def test_another_plugins_wrong_wrapper_is_named(monkeypatch):
     monkeypatch.setattr(InputProcessor, "_validate_params", lambda self, own, *a, **k: None)
     with pytest.raises(
         RuntimeError,
-        match=r"_validate_params takes \(own, a, k\), but \(params\) come first here. Leave "
-        rf"out the plugin that replaces vLLM's own there \({__name__}\), or drop ",
+        match=r"_validate_params takes \(own, a, k\), but \(params\) come first here "
+        rf"\({__name__} replaced it\). Install",
     ):
         compat.check_interfaces("front end")
 

@@ -18,7 +18,7 @@ def strictness(config, *tokens, scope=0):
     tracker, strict = MarkerTracker(config), []
     state = tracker.initial_state(())
     for token in tokens:
-        strict.append(tracker.is_strict(state, scope))
+        strict.append(tracker.reason(state, scope) != 0)
         state = tracker.advance(state, [token])
     return strict
 

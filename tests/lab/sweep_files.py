@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from vllm_mars.lab.plan import Cell
-from vllm_mars.lab.records import Answer, Measured, Piece, Record, RunHeader, append
+from vllm_mars.lab.records import Answer, Measured, Piece, Record, RunHeader, append_line
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 STANDARD = Cell("standard", NGRAM, 0.0, 1)
@@ -64,7 +64,7 @@ def write_prompts(path, prompts):
 
 def write_sweep(path, records, baseline="standard"):
     """Writes a sweep's file and returns its path."""
-    append(path, RunHeader(SETTINGS, baseline, RUN))
+    append_line(path, dataclasses.asdict(RunHeader(SETTINGS, baseline, RUN)))
     for record in records:
-        append(path, record)
+        append_line(path, dataclasses.asdict(record))
     return path

@@ -63,7 +63,7 @@ def test_lengths_by_load():
     ],
 )
 def test_adaptive_verification_is_tried_if_it_can_run(draft, samples, on_cpu, adapts):
-    families = tune.families_of(draft, 0.02, samples=samples, on_cpu=on_cpu)
+    families = tune.families_of(draft, 0.02, is_sampled=samples, on_cpu=on_cpu)
     adaptive = {n for n, config in families.items() if "enable_adaptive_verification" in config}
     assert adaptive == {f"{name}, adaptive" for name in adapts}
     # Best strict verification is not adaptive MARS.
@@ -136,7 +136,7 @@ def test_report(tmp_path):
     ]
     served = chosen()
     file = read_sweep(write_sweep(tmp_path / "t.jsonl", records))
-    lines, table = tune.told(served, file)
+    lines, table = tune.summarize(served, file)
     assert lines[0].startswith("greedy: MARS, --speculative-config '{")
     assert lines[1].startswith("temperature 1: strict, --speculative-config '{")
     assert lines[2] == "That is strict verification at its best, so it was measured once."
@@ -146,10 +146,10 @@ def test_report(tmp_path):
     assert row[3].endswith(")") and row[4].endswith(", no difference shown")
     assert row[-1] == "21.0"
     block = [record for record in file.records if record.block == 0]
-    lines, _ = tune.told(served, dataclasses.replace(file, records=block[:1]))
+    lines, _ = tune.summarize(served, dataclasses.replace(file, records=block[:1]))
     assert lines[-1].startswith("A server has one setting")
     for left in ([], [failed(record.cell, "why") for record in block]):
-        _, table = tune.told(served, dataclasses.replace(file, records=left))
+        _, table = tune.summarize(served, dataclasses.replace(file, records=left))
         assert all(row[3:5] == ["", ""] for row in table.rows)
 
 

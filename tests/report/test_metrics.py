@@ -131,7 +131,7 @@ def test_a_server_that_gains_nothing_warns_once():
     assert log.warnings == [
         "Engine 000: MARS has gained nothing at 1000 verified positions of requests that are not "
         "strict since the server's start, so it has had no effect. Refusals: protected 8, "
-        "repeat 4. `vllm-mars doctor URL` shows what a server does."
+        "repeat 4. `vllm-mars doctor URL` checks a running server."
     ]
     for _ in range(3):
         logging.observe(many, 600)

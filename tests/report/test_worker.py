@@ -127,8 +127,8 @@ def test_an_asynchronous_output_waits_for_its_report(on_rank):
 
     def sample(grammar_output):
         reports.step_counters(2, torch.device("cpu"), {1: "a"})
-        (asked,) = reports.asked
-        reports.asked[:] = [asked._replace(copy=(table, event))]
+        (asked,) = reports.requested_tables
+        reports.requested_tables[:] = [asked._replace(copy=(table, event))]
         reports.counters.device_counts += torch.tensor(COUNTS)
         return runner.sampled
 

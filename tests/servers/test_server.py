@@ -105,10 +105,13 @@ def test_no_process_outlives_an_owner_that_is_interrupted(
 ):
     """The interrupt comes while the engine starts, after the server has child processes."""
     owner = textwrap.dedent(f"""
+        import contextlib
         import time
         from pathlib import Path
         from {server_class.__module__} import {server_class.__name__} as Server
-        with Server({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"), wait=False):
+        server = Server({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"))
+        with contextlib.closing(server):
+            server.start()
             print("started", flush=True)
             time.sleep(300)
     """)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from vllm_mars.hooks.compat import ADAPTIVE, check_interfaces
+from vllm_mars.hooks.compat import check_interfaces
 from vllm_mars.kernels.rules import RULES
 from vllm_mars.lab.prompts import load_prompts
 from vllm_mars.options.lock import check_lock, lock_is_on
@@ -63,7 +63,6 @@ _PROBABILISTIC_DRAFTS = (
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to `vllm-mars`."""
     parser = commands.add_parser(
         "doctor",
         help="check the install, or whether a running server really relaxes",
@@ -115,7 +114,6 @@ def findings_here() -> Iterator[Finding]:
 
 
 def _interfaces(version: str) -> Iterator[Finding]:
-    """Checks the interfaces of the installed vLLM, part by part."""
     from vllm.platforms import current_platform
 
     fits = True
@@ -129,29 +127,12 @@ def _interfaces(version: str) -> Iterator[Finding]:
     if not fits:
         return
     yield Finding("ok", f"vLLM {version} has the interfaces that are needed")
-    yield _adaptive(runner)
     if not version.startswith(tuple(f"{release}." for release in RELEASES)):
         yield Finding(
             "note",
             f"this project's tests have not run on vLLM {version}, only on "
             f"{' and '.join(RELEASES)}; run them with `make test`.",
         )
-
-
-def _adaptive(runner: str) -> Finding:
-    """Checks whether adaptive verification can run together with MARS."""
-    try:
-        check_interfaces(ADAPTIVE)
-    except RuntimeError as error:
-        return Finding("note", str(error))
-    if runner == "V1":
-        return Finding(
-            "note", "enable_adaptive_verification needs Model Runner V2: vLLM has none on a CPU."
-        )
-    return Finding(
-        "ok",
-        "enable_adaptive_verification can serve MARS, if drafts are those of a head or a model",
-    )
 
 
 def _plugin() -> Finding:
@@ -342,7 +323,6 @@ def _read(url: str) -> dict[str, float]:
 
 
 def _total(values: Mapping[str, float], name: str) -> float:
-    """Sums a metric over all labels."""
     return sum(value for key, value in values.items() if key.partition("{")[0] == name)
 
 

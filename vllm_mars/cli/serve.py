@@ -21,7 +21,6 @@ NEEDED = ()
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command `vllm-mars serve`."""
     parser = commands.add_parser(
         "serve",
         help="`vllm serve` with the same arguments, on every install",

@@ -18,10 +18,9 @@ def check_tensor(
     tensor: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
-    *shapes: tuple[int, ...],
+    shape: tuple[int, ...] | None = None,
 ) -> None:
     """Raises ValueError if a tensor is not contiguous or has the wrong dtype, device or shape."""
-    # Without `shapes` any shape is allowed.
     if tensor.dtype not in dtypes:
         raise ValueError(
             f"{name} has dtype {tensor.dtype}, but must have one of {', '.join(map(str, dtypes))}."
@@ -35,9 +34,10 @@ def check_tensor(
             f"{name} has strides {list(tensor.stride())}, but must be contiguous; "
             "pass a contiguous copy."
         )
-    if shapes and tuple(tensor.shape) not in shapes:
-        allowed = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, but must have shape {allowed}.")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}, but must have shape {list(shape)}."
+        )
 
 
 def _check_rows(logits: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> None:

@@ -30,11 +30,6 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
     """Moves the `mars_*` options from the speculative config to `additional_config`.
 
     Both dicts of vLLM's `EngineArgs` are replaced, and only if all checks pass.
-
-    Raises:
-        ValueError: a bad option, or token ids outside the vocabulary.
-        NotImplementedError: a feature of vLLM that MARS cannot serve.
-        RuntimeError: an unsupported vLLM, or the lock forbids lossy verification.
     """
     config, speculative_config = split_speculative_config(engine_args.speculative_config)
     method = speculative_config.get("rejection_sample_method", "standard")
@@ -45,7 +40,7 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
 
     check_version(vllm.__version__)
     check_interfaces("front end")
-    _check_served(engine_args, speculative_config)
+    _check_served(engine_args)
     mode = getattr(engine_args, "logprobs_mode", None)
     if config.logprobs == "sampled" and mode != "processed_logprobs":
         raise ValueError(
@@ -68,13 +63,7 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
 
 
 def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeConfig") -> None:
-    """Makes drafts probabilistic if the drafter can and the user has not decided; logs the choice.
-
-    Raises:
-        ValueError: a draft temperature for fixed drafts, or probabilistic drafts that the drafter
-            or the rule does not support.
-        NotImplementedError: the method drafts nothing.
-    """
+    """Makes drafts probabilistic if the drafter can, unless the user decides; logs the choice."""
     config = config_of(engine_args)
     if config is None:
         return
@@ -115,11 +104,7 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
-    """Validates the options of a request; pooling requests have none.
-
-    Raises:
-        VLLMValidationError: a bad or forbidden option; the server responds with HTTP 400.
-    """
+    """Validates the options of a request; a VLLMValidationError becomes an HTTP 400."""
     config = config_of(vllm_config) if getattr(params, "extra_args", None) else None
     if config is None:
         return
@@ -161,7 +146,7 @@ def _refuse(what: str, reason: str, way_out: str) -> None:
     )
 
 
-def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
+def _check_served(engine_args: Any) -> None:
     from vllm.platforms import current_platform
 
     # Also checked with `--headless`, since such a node does not know its front end.
@@ -174,7 +159,7 @@ def _check_served(engine_args: Any, speculative_config: dict[str, Any]) -> None:
     if getattr(engine_args, "enable_batch_sharded_sampling", False):
         _refuse(
             "enable_batch_sharded_sampling",
-            "each rank verifies requests of its own, but only the first one counts what is relaxed",
+            "each rank verifies requests of its own, but only the first one counts relaxed tokens",
             "switch it off",
         )
     if getattr(engine_args, "watermark_config", None) is not None:

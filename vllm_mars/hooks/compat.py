@@ -136,22 +136,15 @@ _OVERRIDES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def check_interfaces(part: str) -> None:
-    """Imports the modules of a part of a server, a key of `NEEDED`, and checks their interfaces.
-
-    Raises:
-        RuntimeError: something is missing or has other parameters; the message names all of it.
-    """
+    """Checks a part of a server, a key of `NEEDED`; a RuntimeError names all differences."""
     if differences := list(_differences(part)):
         import vllm
 
-        way_out = f"Install a vLLM that it knows ({KNOWN}), look for a newer vllm-mars"
-        if all(module for _, module in differences):
-            others = ", ".join(sorted({module for _, module in differences}))
-            way_out = f"Leave out the plugin that replaces vLLM's own there ({others})"
         drop = _DROP.get(part, "rejection_sample_method 'mars'")
         raise RuntimeError(
             f"vLLM {vllm.__version__} has other interfaces than vllm-mars needs ({part}): "
-            f"{'; '.join(text for text, _ in differences)}. {way_out}, or drop {drop}."
+            f"{'; '.join(differences)}. Install a vLLM that it knows ({KNOWN}), look for a newer "
+            f"vllm-mars, leave out a plugin that replaced a function, or drop {drop}."
         )
 
 
@@ -161,8 +154,7 @@ def check_options(runner: Any, _: object) -> None:
         check_interfaces(ADAPTIVE)
 
 
-def _differences(part: str) -> Iterator[tuple[str, str]]:
-    """Yields a description of each difference and the plugin module that causes it, "" for vLLM."""
+def _differences(part: str) -> Iterator[str]:
     # If a module is gone its hook never runs.
     for module in HOOKS if part == "front end" else ():
         try:
@@ -170,16 +162,16 @@ def _differences(part: str) -> Iterator[tuple[str, str]]:
         except ModuleNotFoundError:
             exists = False
         if not exists:
-            yield f"{module} is missing", ""
+            yield f"{module} is missing"
     for name, needed in NEEDED[part].items():
         try:
             function = pkgutil.resolve_name(name)
         except (ImportError, AttributeError) as error:
-            yield f"{name} is missing ({error})", ""
+            yield f"{name} is missing ({error})"
             continue
         if not _takes(function, needed):
             actual = ", ".join(_parameters(function))
-            yield f"{name} takes ({actual}), but ({needed}) come first here", _owner(function)
+            yield f"{name} takes ({actual}), but ({needed}) come first here{_replacement(function)}"
     for name, methods in _OVERRIDES.get(part, {}).items():
         try:
             ours = pkgutil.resolve_name(name)
@@ -189,9 +181,10 @@ def _differences(part: str) -> Iterator[tuple[str, str]]:
                 actual = ", ".join(_parameters(theirs))
                 if expected != actual and not _takes_anything(theirs):
                     full_name = f"{ours.__base__.__name__}.{method}"
-                    yield f"{full_name} takes ({actual}), but ({expected}) here", _owner(theirs)
+                    replaced = _replacement(theirs)
+                    yield f"{full_name} takes ({actual}), but ({expected}) here{replaced}"
         except (ImportError, AttributeError) as error:
-            yield str(error), ""
+            yield str(error)
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -223,7 +216,7 @@ def _takes_anything(function: Any) -> bool:
     return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
 
-def _owner(function: Any) -> str:
-    """Module of a function that replaces vLLM's, or "" if it is vLLM's."""
+def _replacement(function: Any) -> str:
+    """Names the module of another plugin that replaced vLLM's function; "" for vLLM's."""
     module = getattr(function, "__module__", None) or "an unknown module"
-    return "" if module.partition(".")[0] == "vllm" else module
+    return "" if module.partition(".")[0] == "vllm" else f" ({module} replaced it)"

@@ -1,6 +1,6 @@
 """Hooks that run when vLLM imports a module, and wrap methods of its classes.
 
-Without MARS a wrapped method does what vLLM's does. docs/coupling.md lists all hooks.
+Without MARS a wrapped method does the same as vLLM's. docs/coupling.md lists all hooks.
 """
 
 import functools
@@ -65,6 +65,18 @@ def _after(module: ModuleType, method: str, *acts: str, needs: str = "") -> None
         return result
 
 
+def _validate(module: ModuleType, method: str, name: str, position: int = 0) -> None:
+    """Wraps a method to validate a request's options first, given by name or position."""
+
+    @wrapt.patch_function_wrapper(module, method)
+    def validate_and_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        from vllm_mars.hooks.arguments import check_request
+
+        owner = getattr(instance, "engine_client", instance)
+        check_request(kwargs[name] if name in kwargs else args[position], owner.vllm_config)
+        return wrapped(*args, **kwargs)
+
+
 # Why: vLLM has a fixed set of rejection sample methods, and its config classes forbid extra fields.
 # Until: a plugin can add a rejection sample method with its options.
 @_once
@@ -99,14 +111,7 @@ def patch_engine_args(module: ModuleType) -> None:
 def patch_input_processor(module: ModuleType) -> None:
     """Validates per-request options in the front end, and applies the operator's overrides."""
     _after(module, "InputProcessor.__init__", "vllm_mars.options.overrides:read_at_start")
-
-    @wrapt.patch_function_wrapper(module, "InputProcessor._validate_params")
-    def validate_params(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        from vllm_mars.hooks.arguments import check_request
-
-        result = wrapped(*args, **kwargs)
-        check_request(kwargs["params"] if "params" in kwargs else args[0], instance.vllm_config)
-        return result
+    _validate(module, "InputProcessor._validate_params", "params")
 
     @wrapt.patch_function_wrapper(module, "InputProcessor.process_inputs")
     def process_inputs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -123,28 +128,13 @@ def patch_input_processor(module: ModuleType) -> None:
 # Until: vLLM validates before it streams.
 @_once
 def patch_async_llm(module: ModuleType) -> None:
-    """Validates per-request options before the answer begins."""
-
-    @wrapt.patch_function_wrapper(module, "AsyncLLM.generate")
-    def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        from vllm_mars.hooks.arguments import check_request
-
-        params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
-        check_request(params, instance.vllm_config)
-        return wrapped(*args, **kwargs)
+    _validate(module, "AsyncLLM.generate", "sampling_params", position=1)
 
 
 # Why and until: as for `AsyncLLM`, for responses that stream or run in the background.
 @_once
 def patch_responses(module: ModuleType) -> None:
-    """Validates per-request options before the response begins."""
-
-    @wrapt.patch_function_wrapper(module, "OpenAIServingResponses._generate_with_builtin_tools")
-    def generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        from vllm_mars.hooks.arguments import check_request
-
-        check_request(kwargs["sampling_params"], instance.engine_client.vllm_config)
-        return wrapped(*args, **kwargs)
+    _validate(module, "OpenAIServingResponses._generate_with_builtin_tools", "sampling_params")
 
 
 # Why: vLLM carries a fixed set of statistics from the workers to the front end, and truncates
@@ -167,7 +157,6 @@ def patch_scheduler(module: ModuleType) -> None:
 # Until: a worker can add to `SchedulerStats`.
 @_once
 def patch_stats(module: ModuleType) -> None:
-    """Adds a field to the dataclasses that are sent between processes."""
     from vllm_mars.report.carrier import declare_fields
 
     # vLLM builds its decoders later. Without MARS the fields are never set and never sent.
@@ -185,7 +174,6 @@ def patch_llm_engine(module: ModuleType) -> None:
 # Until: a sampler can add to each step's output of a request.
 @_once
 def patch_output_processor(module: ModuleType) -> None:
-    """Collects the per-step reports of a request in the front end."""
     from vllm_mars.report.answers import collect_rows
 
     collect_rows(module.RequestState)

@@ -33,11 +33,6 @@ class PickledConfig(str):
 
 
 def unpack(version: str, options: Mapping[str, Any], is_locked: bool) -> PickledConfig:
-    """Rebuilds pickled options and registers the hooks.
-
-    Raises:
-        RuntimeError: the version that pickled them differs, or only this process is locked.
-    """
     node = f"the node {socket.gethostname()}"
     if version != __version__:
         raise RuntimeError(

@@ -32,7 +32,6 @@ HOOKS = {
 
 
 def add_variables(envs: Any) -> None:
-    """Adds `VARIABLES` to vLLM's known environment variables."""
     for name in VARIABLES:
         # vLLM hashes the values into its compile cache key, and no variable changes a model.
         envs.environment_variables[name] = lambda: None

@@ -1,8 +1,6 @@
 """`vllm-mars demo`: a small sweep that compares strict verification with MARS."""
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +56,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(short: bool, anew: bool, output: Path | None = None, **options: Any) -> int:
-    """Runs the demo: measures the missing turns and prints the comparison."""
     from rich.console import Console
 
     from vllm_mars.lab.demo_report import print_report
@@ -69,13 +66,6 @@ def run(short: bool, anew: bool, output: Path | None = None, **options: Any) -> 
     sweep = sweep_options(short=short, on_cpu=on_cpu, **options)
     prompts = {prompt.id: prompt.turns[0] for prompt in load_sweep(sweep).prompts}
     path = output or (SHORT_OUTPUT if short else OUTPUT)
-    busy = os.getloadavg()[0]
-    if on_cpu and busy > BUSY:
-        print(
-            f"other work runs on this machine (load average {busy:.1f} on {os.cpu_count()} cores): "
-            "the demo takes longer, and its times mean less",
-            file=sys.stderr,
-        )
     file = run_sweep(sweep, path, retry_failed=True, anew=anew)
     for record in file.records:
         if record.measured is None:

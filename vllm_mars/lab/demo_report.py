@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vllm_mars.lab.plan import STRICT
@@ -139,20 +139,16 @@ def _print_examples(
     for which, (strict, lossy) in chosen(examples).items():
         name = strict.prompt
         console.print(Panel(Text(prompts.get(name, name)), title=Text(f"{which}: {name}")))
-        titles = (
-            "strict",
-            f"MARS, relaxed {len(lossy.lost)} for {sum(lossy.lost):.2f} nats",
-        )
-        texts = (Text(strict.text), _marked(lossy, console))
+        title = f"MARS, relaxed {len(lossy.lost)} for {sum(lossy.lost):.2f} nats"
+        strict_text = Text(strict.text)
+        lossy_text = _marked(lossy, console)
         if console.width >= SIDE_BY_SIDE_WIDTH:
-            table = Table(*titles, expand=True)
-            for column in table.columns:
-                column.ratio = 1
-            table.add_row(*texts)
+            table = Table(Column("strict", ratio=1), Column(title, ratio=1), expand=True)
+            table.add_row(strict_text, lossy_text)
             console.print(table)
         else:
-            for title, text in zip(titles, texts, strict=True):
-                console.print(Panel(text, title=title))
+            console.print(Panel(strict_text, title="strict"))
+            console.print(Panel(lossy_text, title=title))
 
 
 def _marked(answer: Answer, console: Console) -> Text:
@@ -164,9 +160,6 @@ def _marked(answer: Answer, console: Console) -> Text:
             continue
         before, token, after = around(piece)
         marked.append(before)
-        if in_colour:
-            marked.append(token, RELAXED_STYLE)
-        else:
-            marked.append(f"[{token}]")
+        marked.append(token if in_colour else f"[{token}]", RELAXED_STYLE if in_colour else None)
         marked.append(after)
     return marked

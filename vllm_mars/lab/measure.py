@@ -53,11 +53,7 @@ class LocalRunner:
     def __init__(
         self, sweep: Sweep, log_dir: Path, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Detects vLLM's device and starts no server; `say` gets progress messages.
-
-        Raises:
-            RuntimeError: vLLM cannot be imported.
-        """
+        """Starts no server, but raises RuntimeError if vLLM cannot be imported."""
         device, self.gpu = vllm_device()
         self._on_cpu = device == "cpu"
         self._sweep = sweep
@@ -141,8 +137,8 @@ class LocalRunner:
         """Returns why this turn would not measure its cell, or ""."""
         config = turn.cell.config
         is_mars = config is not None and config.get("rejection_sample_method") == METHOD
-        samples = turn.cell.temperature > 0 and config is not None
-        return CPU_SAMPLES if self._on_cpu and samples and not is_mars else ""
+        is_sampled = turn.cell.temperature > 0 and config is not None
+        return CPU_SAMPLES if self._on_cpu and is_sampled and not is_mars else ""
 
     def _server(self, config: str, number: int, count: int) -> VllmServer:
         """Returns server `number` of `count` that run at the same time."""
@@ -273,11 +269,7 @@ def record(
 
 
 def settled(server: VllmServer, generated: float = 0) -> dict[str, float]:
-    """Returns the server's metrics after they reached `generated` tokens and stopped changing.
-
-    Raises:
-        RuntimeError: this took longer than a minute.
-    """
+    """Returns the server's metrics after they reached `generated` tokens and stopped changing."""
     until = time.monotonic() + COUNTED_SECONDS
     before: dict[str, float] = {}
     while time.monotonic() < until:

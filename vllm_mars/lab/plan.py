@@ -79,12 +79,6 @@ class Turn(NamedTuple):
         name, _, temperature, concurrency = self.cell
         return Key(name, temperature, concurrency, self.repeat, self.block)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.cell.name}, temperature {self.cell.temperature:g}, {self.cell.concurrency} at "
-            f"once, block {self.block}, pass {self.repeat}"
-        )
-
 
 # Servers that run at the same time, and their turns in order.
 Group = tuple[Sequence[str], Sequence[Turn]]
@@ -168,12 +162,7 @@ class SweepOptions:
         yield from map(_parse_cell, self.cells)
 
     def all_cells(self) -> list[Cell]:
-        """Returns the cells in the order of their rules.
-
-        Raises:
-            ValueError: an option is bad, or two rules have one name.
-            RuntimeError: the environment forbids lossy verification.
-        """
+        """Returns the cells in the order of their rules; RuntimeError if the lock forbids one."""
         cells: dict[tuple[str, float, int], Cell] = {}
         for (name, rule), (draft, k) in itertools.product(
             self._rules(), itertools.product(self.drafts, self.num_speculative_tokens)
@@ -203,8 +192,6 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Options with their model and prompts."""
-
     options: SweepOptions
     model: str
     prompts: tuple[Prompt, ...]

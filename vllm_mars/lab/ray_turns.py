@@ -66,7 +66,6 @@ class RayRunner:
             raise
 
     def run(self, groups: Sequence[Group]) -> Generator[Record]:
-        """Measures the groups' turns and yields each record once."""
         ray = self._ray
         remote = ray.remote(_measure).options(
             num_returns="streaming",

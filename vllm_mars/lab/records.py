@@ -7,7 +7,7 @@ completely or not at all. If a turn was measured again, its last line counts.
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +24,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to one request."""
-
     prompt: str
     text: str
     tokens: int  # counted by the server
@@ -84,8 +82,6 @@ class Record:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Header of one call of a sweep."""
-
     settings: dict[str, Any]  # options that all turns of a file share
     baseline: str  # rule in the denominator of ratios
     run: dict[str, Any]  # from `provenance.describe_run`
@@ -128,10 +124,6 @@ def read_sweep(path: Path) -> SweepFile:
     if not heads:
         raise ValueError(f"{path} says nothing of its sweep; give the file of a sweep.")
     return SweepFile(heads, list(records.values()))
-
-
-def append(path: Path, record: RunHeader | Record) -> None:
-    append_line(path, asdict(record))
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:

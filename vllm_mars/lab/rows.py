@@ -308,9 +308,9 @@ def tables(rows: Sequence[Row], baseline: str) -> list[TextTable]:
         names = [name for name, text in COLUMNS.items() if any(map(text, group))]
         answers = max(row.answers for row in group)
         title = (
-            f"{temperature_label(temperature)}, {load} request{'s' if load > 1 else ''} at a time"
+            f"{temperature_label(temperature)}, {load} request{'s' if load > 1 else ''} at a time, "
+            f"{answers} answers"
         )
-        title += f", {answers} answers"
         body = [[COLUMNS[name](row) for name in names] for row in group]
         named = [f"{name} x {baseline}" if name in RATIOS else name for name in names]
         texts.append(TextTable(title, named, body))

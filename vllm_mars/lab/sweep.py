@@ -20,7 +20,7 @@ from vllm_mars.lab.records import (
     Record,
     RunHeader,
     SweepFile,
-    append,
+    append_line,
     read_sweep,
     require_writable,
 )
@@ -48,10 +48,8 @@ def run_sweep(
         anew: measures all turns again, after renaming an existing file to `output` + ".old".
 
     Raises:
-        ValueError: prompts or drafts cannot be read, a head is damaged or made for another target,
-            or the file is from another sweep.
-        RuntimeError: the model cannot be made, the file is in use or cannot be written, vLLM cannot
-            be imported, or the cluster cannot be used.
+        ValueError: prompts or drafts cannot be used, or the file is from another sweep.
+        RuntimeError: the model, the file, vLLM or the cluster cannot be used.
     """
     import filelock
     from rich.console import Console
@@ -101,12 +99,13 @@ def run_sweep(
         ]
         starts = sum(len({turn.server for turn in turns}) for _, turns in groups)
         say(f"{total} turns, {total - left} of them in {output}; {starts} servers start")
-        append(output, RunHeader(settings, options.base, describe_run(runner.gpu)))
+        header = RunHeader(settings, options.base, describe_run(runner.gpu))
+        append_line(output, dataclasses.asdict(header))
         measured = runner.run([group for group in groups if group[1]])
         started = time.monotonic()
         first = True
         for number, record in enumerate(stack.enter_context(contextlib.closing(measured)), 1):
-            append(output, record)
+            append_line(output, dataclasses.asdict(record))
             rest = ""
             if first:
                 # The first turn includes the start of servers, which would distort the estimate.

@@ -59,20 +59,20 @@ Served = dict[tuple[str, float], tuple[str, dict[str, Any] | None]]
 
 
 def families_of(
-    draft: str, max_loss: float, *, samples: bool, on_cpu: bool
+    draft: str, max_loss: float, *, is_sampled: bool, on_cpu: bool
 ) -> dict[str, dict[str, Any]]:
     """Returns the speculative configs to compare, without K."""
     drafts = draft_config(draft)
     fixed, probabilistic = drafts_of(draft)
     # vLLM's CPU server samples wrong tokens; MARS at price 0 is equivalent.
-    strict = drafts | (METHODS[STRICT if on_cpu and samples else STANDARD] or {})
+    strict = drafts | (METHODS[STRICT if on_cpu and is_sampled else STANDARD] or {})
     families = {STRICT: strict | fixed, MARS: drafts | RECOMMENDED | {"mars_max_loss": max_loss}}
-    if probabilistic and samples:
+    if probabilistic and is_sampled:
         families[PROBABILISTIC] = strict | probabilistic
     if probabilistic and not on_cpu:
         # vLLM's estimator needs the logits of a draft model; candidates that it refuses drop out.
         adaptive = {"enable_adaptive_verification": True}
-        best = PROBABILISTIC if samples else STRICT
+        best = PROBABILISTIC if is_sampled else STRICT
         families |= {f"{name}, {ADAPTIVE}": families[name] | adaptive for name in (best, MARS)}
     return families
 
@@ -192,11 +192,7 @@ def tune(
     minutes: float,
     anew: bool = False,
 ) -> tuple[Served, SweepFile]:
-    """Measures the turns that the file lacks, and chooses.
-
-    Args:
-        sweep: options without rules.
-        families, lengths: configs and values of K; each pair is a candidate.
+    """Chooses among all pairs of a family and a K; `sweep` has no rules.
 
     Returns:
         The chosen configs, and the file with only the final comparison.
@@ -246,7 +242,7 @@ def _minutes(records: Sequence[Record]) -> float:
     return sum(record.measured.seconds for record in records if record.measured) / 60
 
 
-def told(served: Served, file: SweepFile) -> tuple[list[str], "TextTable"]:
+def summarize(served: Served, file: SweepFile) -> tuple[list[str], "TextTable"]:
     """Returns the sentences that describe the choice, and the table of the comparison."""
     from vllm_mars.lab.rows import TextTable, pace, shown, temperature_label
 
@@ -337,9 +333,9 @@ def run(
     draft = draft or (str(PACKAGED_HEAD) if options.get("model") is None else NGRAM)
     sweep = SweepOptions(**DEFAULTS | options)
     on_cpu = vllm_device()[0] == "cpu"
-    families = families_of(draft, max_loss, samples=any(sweep.temperatures), on_cpu=on_cpu)
+    families = families_of(draft, max_loss, is_sampled=any(sweep.temperatures), on_cpu=on_cpu)
     served, file = tune(sweep, families, num_speculative_tokens, output, minutes=minutes, anew=anew)
-    lines, table = told(served, file)
+    lines, table = summarize(served, file)
     sweep_command.show([table])
     print(*lines, sep="\n")
     chosen = [

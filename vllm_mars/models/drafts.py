@@ -25,11 +25,7 @@ RECOMMENDED: dict[str, Any] = {"rejection_sample_method": METHOD, "mars_max_loss
 def draft_config(draft: str) -> dict[str, Any]:
     """Returns vLLM's speculative config of a draft, without the number of tokens.
 
-    Args:
-        draft: a key of `WITHOUT_FILES`, or the directory or name of a draft model or EAGLE-3 head.
-
-    Raises:
-        ValueError: the directory has no readable config.json.
+    `draft` is a key of `WITHOUT_FILES`, or the directory or name of a draft model or EAGLE-3 head.
     """
     if draft in WITHOUT_FILES:
         return dict(WITHOUT_FILES[draft])

@@ -129,12 +129,13 @@ class MarsConfig(_Values):
         if self.logprobs not in ("target", "sampled"):
             raise ValueError(
                 f"mars_logprobs={shown(self.logprobs)} is not one of target, sampled; 'sampled' "
-                "makes a sampled token's logprob the one under what was served."
+                "makes a sampled token's logprob the one under the served distribution."
             )
         if self.strict_opening is not None:
             meaning = "8 verifies an answer's first 8 tokens strictly, 0 none"
-            _require_integer("mars_strict_opening", self.strict_opening, meaning)
-            _require_within("mars_strict_opening", self.strict_opening, MOST_OPENING, meaning)
+            _require_within(
+                "mars_strict_opening", self.strict_opening, MOST_OPENING, meaning, integer=True
+            )
         if self.draft_temperature is not None:
             meaning = "1 draws drafts at each request's own temperature, as vLLM does"
             least, most = _DRAFT_TEMPERATURES
@@ -171,7 +172,6 @@ class MarsConfig(_Values):
             )
 
     def _rule_values(self) -> list[tuple[Rule, float]]:
-        """Rules that are given, with their values."""
         values = ((rule, getattr(self, rule.name)) for rule in RULES.values())
         return [(rule, value) for rule, value in values if value is not None]
 
@@ -203,7 +203,6 @@ class MarsConfig(_Values):
 
     @property
     def opening(self) -> int:
-        """Number of strict tokens at the start of an answer."""
         if self.strict_opening is None:
             return 0 if self.rule.outright and self.max_loss is None else _DEFAULT_OPENING
         return self.strict_opening
@@ -225,7 +224,6 @@ class MarsConfig(_Values):
         return self.most_max_loss != 0 and self.value != self.rule.strict
 
     def to_json(self) -> dict[str, Any]:
-        """Options as plain JSON: the keyword arguments of an equal `MarsConfig`."""
         return dataclasses.asdict(self)
 
 
@@ -272,11 +270,7 @@ def split_speculative_config(
 
 
 def config_of(vllm_config: "VllmConfig") -> MarsConfig | None:
-    """Returns the options in vLLM's config, or None if MARS is off.
-
-    Raises:
-        RuntimeError: this machine is locked to strict verification, but the options are lossy.
-    """
+    """Returns the options in vLLM's config, or None if MARS is off."""
     additional = vllm_config.additional_config
     carrier = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     config: MarsConfig | None = getattr(carrier, "config", None)
@@ -303,13 +297,11 @@ def check_value(rule: Rule, value: object, name: str | None = None) -> None:
 
 
 def check_max_loss(nats: object) -> None:
-    """Raises ValueError unless a bound is a number in [0, 1024]."""
     meaning = "0 is strict, 0.02 lets an answer lose 0.02 nats for each of its tokens"
     _require_within("mars_max_loss", nats, MOST_MAX_LOSS, meaning)
 
 
 def check_scope(scope: object) -> None:
-    """Raises ValueError unless a scope is one of `SCOPES`."""
     if scope not in SCOPES:
         raise ValueError(
             f"mars_scope={shown(scope)} is not one of {', '.join(SCOPES)}; 'thinking' keeps all "
@@ -336,7 +328,6 @@ def shown(value: object) -> str:
 
 
 def _name(key: str) -> str:
-    """Formats an option's name for an error."""
     return _cut(repr(key)[1:-1])
 
 
@@ -352,28 +343,25 @@ def _require_within(
     *,
     least: float = 0,
     above_0: bool = False,
+    integer: bool = False,
 ) -> None:
     """Raises unless a value is a number in [least, most], or (0, most] if `above_0`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int if integer else int | float):
+        kind = "an integer" if integer else "a number"
         raise ValueError(
-            f"{name}={shown(value)} is a {type(value).__name__}, but must be a number; {meaning}."
+            f"{name}={shown(value)} is a {type(value).__name__}, but must be {kind}; {meaning}."
         )
     if not least <= value <= most or (above_0 and value == 0):
         start = "(" if above_0 else "["
         raise ValueError(f"{name}={shown(value)} is outside {start}{least}, {most}]; {meaning}.")
 
 
-def _require_integer(name: str, value: object, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(
-            f"{name}={shown(value)} is a {type(value).__name__}, but must be an integer; {meaning}."
-        )
+def _is_id(token: object) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and token >= 0
 
 
 def _token_ids(ids: object) -> tuple[int, ...]:
-    if not isinstance(ids, list | tuple) or any(
-        isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids
-    ):
+    if not isinstance(ids, list | tuple) or not all(map(_is_id, ids)):
         raise ValueError(
             f"mars_protected_token_ids={shown(ids)} is not a list of token ids (integers >= 0); "
             "[] switches the protection off."
@@ -383,8 +371,7 @@ def _token_ids(ids: object) -> tuple[int, ...]:
 
 def _spans(spans: object) -> tuple[Span, ...]:
     def is_token(token: object) -> bool:
-        is_id = isinstance(token, int) and not isinstance(token, bool) and token >= 0
-        return is_id or (isinstance(token, str) and token != "")
+        return _is_id(token) or (isinstance(token, str) and token != "")
 
     def is_span(span: object) -> bool:
         return (

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 def resolve_markers(
     config: MarsConfig, engine_args: Any, model_config: "ModelConfig"
 ) -> MarsConfig:
-    """Replaces markers given as text by ids and fills in the defaults.
-
-    Raises:
-        ValueError: a marker is not a single token, or a scope needs markers that are unknown.
-    """
+    """Replaces markers given as text by ids and fills in the defaults."""
     if config.strict_spans is None:
         name = _argument(engine_args, "tool_call_parser")
         spans = _spans_of_tool_parser(name, model_config) if name else ()
@@ -61,13 +57,12 @@ def _span_ids(
     tokens = _tokenizer(model_config).get_vocab() if texts else {}
 
     def id_of(token: Token) -> int:
-        if isinstance(token, str):
-            if token not in tokens:
-                raise ValueError(
-                    f"mars_strict_spans: {shown(token)} is not one token of this model; give a "
-                    "single token (its text or id) that marks the span."
-                )
-        number = tokens[token] if isinstance(token, str) else token
+        number = tokens.get(token) if isinstance(token, str) else token
+        if number is None:
+            raise ValueError(
+                f"mars_strict_spans: {shown(token)} is not one token of this model; give a single "
+                "token (its text or id) that marks the span."
+            )
         if number >= vocab:
             raise ValueError(
                 f"mars_strict_spans: {shown(number)} is outside the model's vocabulary [0, "

@@ -22,11 +22,7 @@ PERIOD = 1.0
 
 
 class Overrides:
-    """Overrides of a file, as last read without an error.
-
-    Raises:
-        ValueError: the file cannot be read, or has options that a request may not choose.
-    """
+    """Overrides of a file, as last read without an error; the first read raises ValueError."""
 
     def __init__(self, path: str, config: MarsConfig) -> None:
         self._path = path

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_mars.kernels.interface import MAX_STOP_IDS
-from vllm_mars.kernels.rules import RULES, Rule
+from vllm_mars.kernels.rules import RULES
 from vllm_mars.options.config import (
     OPTION_PREFIX,
     MarsConfig,
@@ -37,15 +37,13 @@ OVERRIDES = "mars_overrides"
 # Key by which the engine core flags requests whose prompts may have unknown open markers.
 UNKNOWN_PROMPT = "mars_unknown_prompt"
 _INTERNAL_KEYS = {OVERRIDES, UNKNOWN_PROMPT}
-# Attribute of SamplingParams that caches the parsed options.
+# Attribute of SamplingParams that caches the `_Inputs` and the parsed options.
 _PARSED = "_mars_options"
 # The error of the bad request that was logged.
 _SAID: list[ValueError] = []
 
 
 class RequestOptions(NamedTuple):
-    """Options in force for one request."""
-
     # The value of the server's rule; infinity if `max_loss` sets the price.
     value: float
     # Why the value is strict: `structured_outputs`, `stop_token_ids` (more than a record holds) or
@@ -64,11 +62,6 @@ class _Inputs(NamedTuple):
     extra_args: dict[str, Any]
     is_constrained: bool
     num_stops: int
-
-
-class _Parsed(NamedTuple):
-    inputs: _Inputs
-    options: RequestOptions
 
 
 def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
@@ -90,12 +83,7 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
 
 
 def check_options(params: "SamplingParams", config: MarsConfig) -> None:
-    """Raises if the options of a request are bad; for the front end.
-
-    Raises:
-        ValueError: an unknown or internal `mars_*` key, a bad value, one that the server does not
-            allow, or a lossy one on a locked machine.
-    """
+    """Raises ValueError if the options of a request are bad or not allowed; for the front end."""
     extra_args = params.extra_args or {}
     for key in extra_args.keys() & _INTERNAL_KEYS:
         raise unknown_option(key, "a request", _KEYS)
@@ -125,12 +113,12 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
         is_constrained=params.structured_outputs is not None,
         num_stops=len(params.stop_token_ids or ()),
     )
-    parsed: _Parsed | None = vars(params).get(_PARSED)
+    parsed: tuple[_Inputs, RequestOptions] | None = vars(params).get(_PARSED)
     # Callers may modify the parameters of an earlier request and reuse them.
-    if parsed is None or parsed.inputs != inputs:
-        parsed = _Parsed(inputs, _parse(inputs))
+    if parsed is None or parsed[0] != inputs:
+        parsed = inputs, _parse(inputs)
         setattr(params, _PARSED, parsed)
-    return parsed.options
+    return parsed[1]
 
 
 def _parse(inputs: _Inputs) -> RequestOptions:
@@ -138,6 +126,7 @@ def _parse(inputs: _Inputs) -> RequestOptions:
     chosen = {key: v for key, v in inputs.extra_args.items() if key not in _INTERNAL_KEYS}
     overrides = check_overrides(inputs.extra_args.get(OVERRIDES, {}), config)
     value = _value(chosen, config)
+    override = overrides.get(config.rule.option, value)
     max_loss = _max_loss(chosen, config)
     strict = "prompt" if UNKNOWN_PROMPT in inputs.extra_args else ""
     if inputs.num_stops >= MAX_STOP_IDS:
@@ -145,7 +134,7 @@ def _parse(inputs: _Inputs) -> RequestOptions:
     if inputs.is_constrained:
         strict = "structured_outputs"
     options = RequestOptions(
-        value=_stricter(value, overrides.get(config.rule.option, value), config.rule),
+        value=override if config.rule.is_looser(value, override) else value,
         strict=strict,
         wants_return=_wants_return(chosen),
         max_loss=min(max_loss, overrides.get(_MAX_LOSS, max_loss)),
@@ -164,12 +153,7 @@ def ends_of(params: "SamplingParams") -> list[int]:
 
 
 def check_overrides(overrides: object, config: MarsConfig) -> dict[str, float]:
-    """Returns overrides that were checked like the options of a request.
-
-    Raises:
-        ValueError: not an object, an unknown key, a bad value, or one looser than the server
-            allows.
-    """
+    """Returns overrides that were checked like the options of a request."""
     option = config.rule.option
     if not isinstance(overrides, dict):
         raise ValueError(f"{shown(overrides)} is not an object with {option} or {_MAX_LOSS}.")
@@ -213,7 +197,17 @@ def _value(chosen: dict[str, Any], config: MarsConfig) -> float:
     if config.rule.option not in chosen:
         return config.value
     value = float(chosen[config.rule.option])
-    _check_stricter(value, config)
+    if config.rule.is_looser(value, config.value):
+        where = "above"
+        allowed = f"[0, {config.value}]"
+        if value < config.value:
+            where = "below"
+            allowed = f"[{config.value}, {config.rule.most}]"
+        raise ValueError(
+            f"{config.rule.option}={value} is {where} this server's own {config.value}, but a "
+            f"request may only be stricter than its server; choose a value in {allowed} or leave "
+            "it out."
+        )
     if value != config.rule.strict and config.max_loss == 0 and _MAX_LOSS not in chosen:
         way_out = "leave it out"
         if config.most_max_loss > 0:
@@ -228,31 +222,7 @@ def _value(chosen: dict[str, Any], config: MarsConfig) -> float:
     return value
 
 
-def _stricter(one: float, other: float, rule: Rule) -> float:
-    """Returns the stricter of two values of a rule."""
-    return other if rule.is_looser(one, other) else one
-
-
-def _check_stricter(value: float, config: MarsConfig) -> None:
-    """Raises if a value is looser than the server's."""
-    server_value = config.value
-    if not config.rule.is_looser(value, server_value):
-        return
-    if value > server_value:
-        where = "above"
-        allowed = f"[0, {server_value}]"
-    else:
-        where = "below"
-        allowed = f"[{server_value}, {config.rule.most}]"
-    raise ValueError(
-        f"{config.rule.option}={value} is {where} this server's own {server_value}, but a "
-        f"request may only be stricter than its server; choose a value in {allowed} or leave it "
-        "out."
-    )
-
-
 def _max_loss(chosen: dict[str, Any], config: MarsConfig) -> float:
-    """Returns a request's bound, by default the server's."""
     if _MAX_LOSS not in chosen:
         return math.inf if config.max_loss is None else config.max_loss
     value: float = chosen[_MAX_LOSS]
@@ -267,7 +237,6 @@ def _max_loss(chosen: dict[str, Any], config: MarsConfig) -> float:
 
 
 def _scope(chosen: dict[str, Any], config: MarsConfig) -> Scope:
-    """Returns a request's scope, by default the server's."""
     if _SCOPE not in chosen:
         return config.scope
     scope: Scope = chosen[_SCOPE]
@@ -291,7 +260,7 @@ def _wants_return(chosen: dict[str, Any]) -> bool:
     # JSON's true arrives as 1.
     if not isinstance(value, bool | int) or value not in (0, 1):
         raise ValueError(
-            f"{RETURN}={shown(value)} is not true or false; true adds what was relaxed to the "
+            f"{RETURN}={shown(value)} is not true or false; true adds the relaxed tokens to the "
             "answer."
         )
     return bool(value)

@@ -18,8 +18,6 @@ Rows = Sequence[Sequence[float]]
 
 
 class StepReport(NamedTuple):
-    """Report of a step."""
-
     # Increase of each counter since the last report with counts.
     counts: list[int] | None = None
     # By id of the requests that want a report.
@@ -27,8 +25,6 @@ class StepReport(NamedTuple):
 
 
 class EngineReport(NamedTuple):
-    """Report of an engine to its server."""
-
     # As in StepReport.
     counts: list[int] | None
     # Whether another report follows even if no request arrives.
@@ -36,7 +32,6 @@ class EngineReport(NamedTuple):
 
 
 def put(carrier: Any, report: Any) -> None:
-    """Attaches a report to one of vLLM's objects."""
     setattr(carrier, FIELD, report)
 
 
@@ -61,11 +56,9 @@ def declare(stats: type, kind: Any) -> None:
 
 
 def declare_fields(stats: Any) -> None:
-    """Adds the field to both classes of vLLM's module `v1.metrics.stats`."""
     declare(stats.SchedulerStats, EngineReport | None)
     declare(stats.RequestSpecDecodeMetrics, dict[str, Any] | None)
 
 
 def add_counts(counts: list[int], increase: list[int]) -> list[int]:
-    """Adds two vectors of counts."""
     return [old + new for old, new in zip(counts, increase, strict=True)]

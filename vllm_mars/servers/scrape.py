@@ -24,10 +24,6 @@ DRIFT_UP = "vllm:mars_drift_up_nats_total"
 DRIFT_DOWN = "vllm:mars_drift_down_nats_total"
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Environment of child processes that send requests to this machine.
-NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-
 
 def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> bytes:
     """Sends a GET request or, with a body, posts JSON; uses no proxy on this machine.
@@ -35,8 +31,9 @@ def fetch(url: str, timeout: float, body: Mapping[str, Any] | None = None) -> by
     Raises OSError if there is no answer within `timeout` seconds, or an HTTP error
     (`urllib.error.HTTPError`).
     """
-    handlers = [urllib.request.ProxyHandler({})] if _is_here(url) else []
-    opener = urllib.request.build_opener(*handlers)
+    # None is the environment's proxies.
+    proxies = urllib.request.ProxyHandler({} if _is_here(url) else None)
+    opener = urllib.request.build_opener(proxies)
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -63,7 +60,7 @@ def openai_client(base_url: str, timeout: float, api_key: str = "none") -> "open
 
 
 def _is_here(url: str) -> bool:
-    return urllib.parse.urlsplit(url).hostname in LOOPBACK
+    return urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def totals(url: str, timeout: float) -> dict[str, float]:
@@ -74,9 +71,7 @@ def totals(url: str, timeout: float) -> dict[str, float]:
         `model_name` are part of the name, sorted: `vllm:..._per_pos_total{position="0"}`.
         Histogram buckets are omitted, but not their `_sum` and `_count`.
 
-    Raises:
-        OSError: as `fetch`.
-        ValueError: the answer is not Prometheus metrics.
+    Raises OSError as `fetch`, and ValueError if the answer is not Prometheus metrics.
     """
     from prometheus_client.parser import text_string_to_metric_families
 

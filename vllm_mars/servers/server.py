@@ -35,24 +35,6 @@ def free_port() -> int:
             return port
 
 
-def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """Returns the last lines of a log, after a line that names the file."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        return f"--- {path} cannot be read: {error} ---"
-    return "\n".join([f"--- the end of {path} ---", *text.splitlines()[-lines:]])
-
-
-def server_env(model: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns a server's environment: defaults, this process's variables, then `env`.
-
-    The Hugging Face hub is offline by default if the model is a directory.
-    """
-    offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
-    return {**ENV_DEFAULTS, **offline, **os.environ, **(env or {})}
-
-
 class VllmServer:
     """Runs `vllm serve MODEL` on a free loopback port, also as a context manager.
 
@@ -68,7 +50,6 @@ class VllmServer:
         log_path: Path,
         env: Mapping[str, str] | None = None,
         startup_timeout: float = 600.0,
-        wait: bool = True,
     ) -> None:
         """Describes the server without starting it.
 
@@ -77,15 +58,15 @@ class VllmServer:
             log_path: file for the server's output, replaced if it exists.
             env: variables that override the inherited environment.
             startup_timeout: in seconds.
-            wait: whether entering the context waits for the server.
         """
         self.model = str(model)
         self.args = list(args)
         self.log_path = log_path
         self.startup_timeout = startup_timeout
         self.port = 0
-        self._env = server_env(self.model, env)
-        self._wait = wait
+        # The hub is offline by default if the model is a directory.
+        offline = {"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else {}
+        self._env = {**ENV_DEFAULTS, **offline, **os.environ, **(env or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
 
@@ -127,22 +108,18 @@ class VllmServer:
         Raises RuntimeError with the end of the log if it ended or did not answer within
         `startup_timeout` seconds after its start; then no process of it is left.
         """
-        while not self.is_ready():
+        while True:
+            self.check_alive("while starting")
+            with contextlib.suppress(OSError):
+                fetch(f"{self.base_url}/health", 5.0)
+                return
+            if time.monotonic() > self._deadline:
+                self.close()
+                raise RuntimeError(
+                    f"vLLM did not answer within startup_timeout={self.startup_timeout:g} s; "
+                    f"give it more time or see the log.\n{self.log_tail()}"
+                )
             time.sleep(POLL_SECONDS)
-
-    def is_ready(self) -> bool:
-        """Checks `/health` once; raises as `wait_until_ready`."""
-        self.check_alive("while starting")
-        with contextlib.suppress(OSError):
-            fetch(f"{self.base_url}/health", 5.0)
-            return True
-        if time.monotonic() > self._deadline:
-            self.close()
-            raise RuntimeError(
-                f"vLLM did not answer within startup_timeout={self.startup_timeout:g} s; "
-                f"give it more time or see the log.\n{self.log_tail()}"
-            )
-        return False
 
     def check_alive(self, when: str = "unexpectedly") -> None:
         """Raises RuntimeError, with the end of the log, if the server's process has ended."""
@@ -158,7 +135,9 @@ class VllmServer:
             )
 
     def log_tail(self) -> str:
-        return tail(self.log_path)
+        """Returns the last lines of the log, after a line that names the file."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join([f"--- the end of {self.log_path} ---", *lines[-LOG_TAIL_LINES:]])
 
     def metrics(self) -> dict[str, float]:
         """Returns `scrape.totals`, or raises RuntimeError if the server does not answer."""
@@ -192,12 +171,11 @@ class VllmServer:
 
     def __enter__(self) -> Self:
         self.start()
-        if self._wait:
-            try:
-                self.wait_until_ready()
-            except BaseException:
-                self.close()
-                raise
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -23,11 +23,7 @@ def wrap_drafter(
     # `RequestsV1.draft_shares`
     draft_shares: Callable[[int], torch.Tensor],
 ) -> None:
-    """Makes a V1 runner's drafter use its requests' sampling parameters and seeds.
-
-    Raises:
-        RuntimeError: the drafter does not support `mars_draft_temperature`, or is unknown.
-    """
+    """Makes a V1 runner's drafter use its requests' sampling parameters and seeds."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     drafter = runner.drafter

@@ -38,11 +38,7 @@ _PREFIX = "vllm_mars_with_parameters_"
 def wrap_speculator(runner: Any, config: MarsConfig, requests: RequestsV2) -> bool:
     """Makes a V2 runner's speculator use its requests' sampling parameters.
 
-    Returns:
-        Whether each step must give the drafter new seeds.
-
-    Raises:
-        RuntimeError: the speculator does not support `mars_draft_temperature`, or is unknown.
+    Returns whether each step must give the drafter new seeds.
     """
     speculator = runner.speculator
     is_probabilistic = drafter_attribute(speculator, "draft_logits") is not None
@@ -169,7 +165,7 @@ class DraftSampler:
         )
         return token_ids
 
-    # Launches, and what they move, for logits [n, V]:
+    # Launches and the data that they move, for logits [n, V]:
     #     slots and parameters of the rows        2, a few numbers
     #     counting and uncounting drafted tokens  2, a few numbers
     #     vLLM's penalties                        1, logits and counts of rows with penalties
@@ -183,6 +179,7 @@ class DraftSampler:
         counts = states.output_bin_counts
         draft_tokens = self._speculator.draft_tokens
         parameters = self._requests.draft_parameters
+        repetition, frequency, presence = parameters[3:]
         valid_slots = slots.clamp(min=0)
         # Tokens that are sampled in parallel do not depend on each other.
         is_sequential = step.dim() == 0
@@ -194,15 +191,15 @@ class DraftSampler:
             # At local position 0 no draft tokens before a row are counted, so any ids do.
             token_ids=slots,
             expanded_local_pos=torch.zeros_like(slots),
-            repetition_penalty=parameters.repetition,
-            frequency_penalty=parameters.frequency,
-            presence_penalty=parameters.presence,
+            repetition_penalty=repetition,
+            frequency_penalty=frequency,
+            presence_penalty=presence,
             prompt_bin_mask=states.prompt_bin_mask,
             output_bin_counts=counts,
         )
         if is_sequential:
             count_drafted(counts, slots, draft_tokens, step, by=-1)
-        divisor, top_k, top_p = parameters.table[:3].index_select(1, valid_slots)
+        divisor, top_k, top_p = parameters[:3].index_select(1, valid_slots)
         masked = apply_top_k_top_p(logits / divisor[:, None], top_k, top_p)
         logits.masked_fill_(masked == -torch.inf, -torch.inf)
         if self._is_capturing:

@@ -11,7 +11,6 @@ class LazyEngineParams:
 
     def __init__(self, config: MarsConfig, protected_token_ids: list[int]) -> None:
         self.config = config
-        self._rule = config.rule
         self.protected_token_ids = protected_token_ids
         self._protected: Protected | None = None
 
@@ -22,4 +21,4 @@ class LazyEngineParams:
             mask = torch.zeros(vocab, dtype=torch.bool)
             mask[[token for token in self.protected_token_ids if token < vocab]] = True
             self._protected = Protected.of(mask, logits.device)
-        return EngineParams(self._rule, self._protected)
+        return EngineParams(self.config.rule, self._protected)

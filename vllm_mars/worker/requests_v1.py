@@ -208,7 +208,6 @@ class RequestsV1(LogitsProcessor):
         return strict
 
     def returns(self, batch: int) -> dict[int, str]:
-        """Returns the ids of requests that want a report among the first `batch`, by index."""
         if not self._has_returns:
             return {}
         ids = self._request_ids()

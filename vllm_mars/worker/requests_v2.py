@@ -94,12 +94,12 @@ def _features(params: "SamplingParams") -> RequestFeatures:
 
 # Larger than any vocabulary, and exact in float32.
 _NO_TOP_K = 2.0**24
-# In the order of `DraftParameters`.
+# Draft temperature (1 if greedy), top-k, top-p; repetition, frequency and presence penalty.
 _NO_PARAMETERS = (1.0, _NO_TOP_K, 1.0, 1.0, 0.0, 0.0)
 
 
 def _parameters_of(params: "SamplingParams", draft_temperature: float) -> tuple[float, ...]:
-    """Returns a slot's column of `DraftParameters.table`."""
+    """Returns a slot's column of `draft_parameters`, in the order of `_NO_PARAMETERS`."""
     return (
         draft_temperature or 1.0,
         params.top_k if params.top_k > 0 else _NO_TOP_K,
@@ -108,24 +108,6 @@ def _parameters_of(params: "SamplingParams", draft_temperature: float) -> tuple[
         params.frequency_penalty,
         params.presence_penalty,
     )
-
-
-class DraftParameters(NamedTuple):
-    """Sampling parameters of drafts, by slot; views of a table with a fixed address.
-
-    Attributes:
-        table: float32 `[6, S]`, whose rows are the other attributes in order.
-        divisor: draft temperature, or 1 for a greedy request.
-        top_k: at least the vocabulary size if the request has none.
-    """
-
-    table: torch.Tensor
-    divisor: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    repetition: torch.Tensor
-    frequency: torch.Tensor
-    presence: torch.Tensor
 
 
 class _NewText(NamedTuple):
@@ -226,8 +208,10 @@ class RequestsV2(LogitsProcessor):
         return staged
 
     @property
-    def draft_parameters(self) -> DraftParameters:
-        return DraftParameters(self._parameters.gpu, *self._parameters.gpu)
+    def draft_parameters(self) -> torch.Tensor:
+        """Sampling parameters of drafts, float32 `[6, S]` with a fixed address."""
+        parameters: torch.Tensor = self._parameters.gpu
+        return parameters
 
     def _by_slot(self, dtype: torch.dtype) -> StagedWriteTensor:
         return StagedWriteTensor(self._req_states.max_num_reqs, dtype, self._req_states.device)
@@ -254,11 +238,7 @@ class RequestsV2(LogitsProcessor):
         return self._tracker.markers(self._req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
-        """Stages a new request's record; returns False, since no logits change.
-
-        Raises:
-            RuntimeError: the request was not added by the runner's `RequestState`.
-        """
+        """Stages a new request's record; returns False, since no logits change."""
         options = options_of(sampling_params, self._config)
         text = self._new_texts.pop(req_idx, None)
         if text is None:
@@ -350,7 +330,6 @@ class RequestsV2(LogitsProcessor):
         return logits
 
     def features(self, idx_mapping_np: np.ndarray) -> int:
-        """Returns the union of the `RequestFeatures` of a batch."""
         return int(np.bitwise_or.reduce(self._features[idx_mapping_np]))
 
     def step(
@@ -387,7 +366,6 @@ class RequestsV2(LogitsProcessor):
         )
 
     def returns(self, idx_mapping_np: np.ndarray) -> dict[int, str]:
-        """Returns the ids of requests that want a report, by batch index."""
         if not self._returning:
             return {}
         ids = self._req_states.index_to_req_id

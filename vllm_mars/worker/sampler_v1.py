@@ -206,7 +206,6 @@ class MarsRejectionSampler(RejectionSampler):
         vocab: int,
         draft_probs: torch.Tensor | None,
     ) -> CpuSamplingInputs:
-        """Draws the random numbers of a step."""
         lengths = metadata.num_draft_tokens
         generators = sampling_metadata.generators
         device = metadata.draft_token_ids.device

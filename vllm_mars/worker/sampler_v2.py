@@ -166,7 +166,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
                 expanded_local_pos,
                 seq_lens_upper_bound_np,
             )
-        samples = bool(features & _SAMPLES)
+        is_sampled = bool(features & _SAMPLES)
         returns = self.requests.returns(idx_mapping_np)
         step_counters = self.reports.step_counters(len(idx_mapping_np), logits.device, returns)
         temperature = states.temperature.gpu
@@ -180,7 +180,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
             num_speculative_tokens=self.num_speculative_steps,
         )
         sampling_inputs = None
-        if samples:
+        if is_sampled:
             sampling = SamplingTensors(temperature=temperature, seeds=states.seeds.gpu)
             if draft_logits is not None:
                 draft_temperature, next_seeds = self.requests.draft_sampling
@@ -206,7 +206,7 @@ class MarsRejectionSamplerV2(RejectionSampler):
         )
         self._row_slots = expanded_idx_mapping
         self._slots = idx_mapping
-        returns_ratios = samples and self.engine_params.config.logprobs == "sampled"
+        returns_ratios = is_sampled and self.engine_params.config.logprobs == "sampled"
         self._table = step_counters.table if returns_ratios else None
         # Tokens [num_reqs, num_speculative_steps + 1], and their number per request.
         return processed, output.output_token_ids, output.num_emitted
@@ -279,12 +279,7 @@ def _shared(logits: torch.Tensor, draft_logits: torch.Tensor | None) -> torch.Te
 
 
 def install(runner: Any, config: MarsConfig) -> None:
-    """Replaces the rejection sampler of a V2 runner, if it has one, after a model was loaded.
-
-    Raises:
-        RuntimeError: the model or another extension has another rejection sampler, or the drafter
-            does not support the options.
-    """
+    """Replaces the rejection sampler of a V2 runner, if it has one, after a model was loaded."""
     vllm_sampler = runner.rejection_sampler
     if vllm_sampler is None:
         return

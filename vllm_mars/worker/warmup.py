@@ -33,12 +33,12 @@ def warm_up(
 ) -> None:
     """Verifies one dummy request in each variant that the sampler reaches."""
     device = logits.device
-    zero = _ids(0, device)
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
     zero_int64 = zero.long()
     float_one = torch.ones(1, device=device)
     input_ids = zero.repeat(2)
     positions = input_ids.long()
-    cu_num_logits = _ids(2, device)
+    cu_num_logits = zero + 2
     records = Records.new(1, device)
     sampling = SamplingTensors(temperature=float_one, seeds=zero_int64)
     if draft_logits is not None:
@@ -107,7 +107,3 @@ def _row_layouts(logits: torch.Tensor) -> list[torch.Tensor]:
         if stride * itemsize % 16:
             layouts.append(rows[1:])
     return layouts
-
-
-def _ids(value: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)

@@ -2,15 +2,13 @@
 
 # `accept_kernel` is compiled with two functions of the engine's rule:
 #
-#     greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS) -> verdicts
-#     sampled(rows, logprobs, splits, value, ...) -> `served_dist.fused.RowDecisions`
+#     greedy(rows, value, remaining, extendable, offset, length) -> verdicts
+#     sampled(rows, logprobs, value, ...) -> `served_dist.fused.RowDecisions`
 #
 # Vectors are [POSITIONS]: a request's draft positions, then its bonus row, then padding.
 #
 # rows        `row_stats.combine.Rows`
 # logprobs    `row_stats.combine.DraftLogprobs`
-# splits      partial results of the rows, the rows, and the number of splits; a rule combines what
-#             only it needs
 # value       the rule's value as encoded in the record
 # remaining   budget up to each position, in units
 # extendable  number of leading draft positions after which another token may follow

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from vllm_mars.kernels.budget.fused import at, fits_budget
 from vllm_mars.kernels.constants import C
-from vllm_mars.kernels.row_stats.combine import forbids, preserved_sums
+from vllm_mars.kernels.row_stats.combine import forbids
 from vllm_mars.kernels.served_dist.fused import (
     RowDecisions,
     log_partition,
@@ -17,7 +17,7 @@ from vllm_mars.kernels.served_dist.fused import (
 
 
 @triton.jit
-def greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr):
+def greedy(rows, value, remaining, extendable, offset, length):
     price = value
     forbidden = forbids(rows, True)
     is_token = rows.draft >= 0
@@ -44,18 +44,14 @@ def greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS: t
 
 
 @triton.jit
-def sampled(
-    rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr
-):
+def sampled(rows, logprobs, value, remaining, extendable, offset, length):
     price = value
     log_p = logprobs.log_p
     is_number = logprobs.is_number
     forbidden = forbids(rows, False)
     # R = 1 - p(S), and H, the sum of -p log p outside S, the preserved tokens.
-    partials, row, _ = splits
-    preserved_mass, preserved_entropy = preserved_sums(partials, row, is_number, logprobs.lse)
-    rest = tl.maximum(1.0 - preserved_mass, 0.0)
-    entropy = logprobs.entropy - preserved_entropy
+    rest = tl.maximum(1.0 - logprobs.preserved_mass, 0.0)
+    entropy = logprobs.entropy - logprobs.preserved_entropy
     log_share = log_share_of(log_p, rest)
     # Backwards: b_i = price + V_(i+1), V_i = R log Z, or p(x) b_i at a strict position.
     wanted = tl.zeros_like(log_p)

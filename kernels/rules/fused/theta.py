@@ -17,12 +17,10 @@ def _accepts(rows, value):
 
 
 @triton.jit
-def greedy(rows, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr):
+def greedy(rows, value, remaining, extendable, offset, length):
     return outright.greedy(rows, _accepts(rows, value), remaining, offset, length)
 
 
 @triton.jit
-def sampled(
-    rows, logprobs, splits, value, remaining, extendable, offset, length, SPLITS: tl.constexpr
-):
+def sampled(rows, logprobs, value, remaining, extendable, offset, length):
     return outright.sampled(rows, logprobs, _accepts(rows, value), remaining, offset, length)

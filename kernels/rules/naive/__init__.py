@@ -1,5 +1,8 @@
 """Reference for the rules at the draft positions of one request, in plain Python."""
 
+#     greedy(rows, begin, end, budget) -> list[Verdict]
+#     sampled(rows, begin, end, budget) -> list[RowDecision], for fixed drafts
+#
 # At a position, z are the target's processed logits, z1 >= z2 the two largest, p their softmax, x
 # the draft token, r = z1 - z[x] in nats, and S the preserved tokens: protected tokens, stop ids,
 # and, in sampled requests unless the rule accepts outright, tokens that have followed the last
