@@ -1,6 +1,6 @@
 """Hooks that run when vLLM imports a module, and wrap methods of its classes.
 
-Without MARS a wrapped method does the same as vLLM's. docs/coupling.md lists all hooks.
+Without MARS a wrapped method does the same as vLLM's. docs/coupling.md gives an overview.
 """
 
 import functools
