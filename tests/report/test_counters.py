@@ -4,19 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-import steps_v1
-from vllm_mars.options.config import MarsConfig
 from vllm_mars.report.counters import INTERVAL, Counters
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-16
-
-
-def test_a_step_without_drafts_counts_nothing():
-    sampler = steps_v1.mars_sampler(MarsConfig(theta=0.5))
-    metadata = steps_v1.metadata_of([[], []])
-    sampler(metadata, None, torch.randn(2, 9), steps_v1.sampling([0.0, 0.0]))
-    assert sampler.reports.counters.take_delta() is None
 
 
 class Clock:

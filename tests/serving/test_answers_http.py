@@ -1,22 +1,11 @@
-"""Constrained answers and reports of `mars_return` over real HTTP."""
+"""Reports of `mars_return` over real HTTP."""
 
 import functools
-import json
-import re
-from concurrent.futures import ThreadPoolExecutor
 
-import jsonschema
 import openai
 import pytest
 
-from engines import PET, PET_FORMAT
-
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
-
-REGEX = r"[A-Z][a-z]{2,5}-[0-9]{3}"
-CHOICES = ["Paris", "Rome", "Madrid"]
-TOOL = {"type": "function", "function": {"name": "add_pet", "parameters": PET, "strict": True}}
-SUBJECTS = ("a cat called Tom", "a dog called Rex", "a bird", "the cat of a friend", "my pet")
 
 
 @pytest.fixture(scope="module")
@@ -25,51 +14,6 @@ def client(lossy_server):
         base_url=f"{lossy_server.base_url}/v1", api_key="none", max_retries=0
     ) as opened:
         yield opened
-
-
-def create(client, number, **options):
-    """Returns an answer about a subject; half of the numbers are sampled requests."""
-    return client.chat.completions.create(
-        model="model",
-        messages=[{"role": "user", "content": f"Describe {SUBJECTS[number % len(SUBJECTS)]}."}],
-        temperature=0.8 * (number // len(SUBJECTS) % 2),
-        seed=number,
-        max_tokens=80,
-        **options,
-    ).choices[0]
-
-
-def schema(client, number):
-    choice = create(client, number, response_format=PET_FORMAT)
-    jsonschema.validate(json.loads(choice.message.content), PET)
-
-
-def regex(client, number):
-    choice = create(client, number, extra_body={"structured_outputs": {"regex": REGEX}})
-    assert re.fullmatch(REGEX, choice.message.content), choice.message.content
-
-
-def choice(client, number):
-    answer = create(client, number, extra_body={"structured_outputs": {"choice": CHOICES}})
-    assert answer.message.content in CHOICES
-
-
-def tool_call(client, number):
-    named = {"type": "function", "function": {"name": "add_pet"}}
-    answer = create(client, number, tools=[TOOL], tool_choice=named)
-    assert answer.message.tool_calls, answer
-    (call,) = answer.message.tool_calls
-    assert call.function.name == "add_pet"
-    jsonschema.validate(json.loads(call.function.arguments), PET)
-
-
-@pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.nightly)])
-def test_constrained_answers_are_valid(client, times):
-    kinds = (schema, regex, choice, tool_call)
-    with ThreadPoolExecutor(16) as pool:
-        jobs = [pool.submit(kinds[n % len(kinds)], client, n // len(kinds)) for n in range(times)]
-        for job in jobs:
-            job.result()
 
 
 def test_reports(client):
