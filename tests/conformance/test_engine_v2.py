@@ -24,8 +24,8 @@ def test_theta_1_is_vllm(models):
     """A greedy and a sampled request; nightly runs have all kinds."""
     every = workload.every_kind(6)
     requests = {name: every[name] for name in ("greedy", "sampled")}
-    vllms = run(draft_model(models, rejection_sample_method="block"), [requests], models)
-    mars = run(draft_model(models, **workload.STRICT_PRICE), [requests], models)
+    vllms = run(draft_model(models / "draft", rejection_sample_method="block"), [requests], models)
+    mars = run(draft_model(models / "draft", **workload.STRICT_PRICE), [requests], models)
     assert vllms["has_draft_logits"]
     message = r"the logits of probabilistic drafts: \d+\.\d MiB of this device \(\d+ x 3 x \d+"
     assert re.search(message, mars["log"])
@@ -39,9 +39,11 @@ def test_draft_model(models):
     requests = workload.every_kind(7) | workload.long_prompts(70, 4, seed=14)
     again = {name: requests[name] for name in ("greedy", "sampled", "greedy, long prompt")}
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "block_size": 32}
-    block = draft_model(models, rejection_sample_method="block")
+    block = draft_model(models / "draft", rejection_sample_method="block")
     vllms = run(block, [requests, again], models, **options)
-    mars = run(draft_model(models, **workload.STRICT_PRICE), [requests, again], models, **options)
+    mars = run(
+        draft_model(models / "draft", **workload.STRICT_PRICE), [requests, again], models, **options
+    )
     assert vllms["has_draft_logits"]
     but = workload.BY_BLOCKS or workload.UNDER_PARAMETERS
     workload.assert_same_batches([requests, again], vllms, mars, but=but)
@@ -53,7 +55,7 @@ def test_draft_model(models):
         in mars["log"]
     )
     assert "Margin-aware" not in vllms["log"]
-    relaxed = run(draft_model(models, **workload.RELAXED), [again], models, **options)
+    relaxed = run(draft_model(models / "draft", **workload.RELAXED), [again], models, **options)
     assert workload.accepted_share(relaxed, 0) > workload.accepted_share(vllms, 1)
 
 
@@ -90,7 +92,7 @@ def test_requests_of_a_batch_have_different_options(models):
         }
         for extra_args in ([{}] * 4, [{"mars_return": True, **extra} for extra in options])
     )
-    drafts = draft_model(models, draft_sample_method="greedy")
+    drafts = draft_model(models / "draft", draft_sample_method="greedy")
     mars = {**drafts, "rejection_sample_method": "mars", "mars_theta": 0.01, "mars_max_loss": 0.5}
     mars["mars_strict_spans"] = [[3, None]]
     engine = {"max_num_seqs": 4, "max_model_len": 64}

@@ -24,11 +24,11 @@ RELAXED = {
 Request = tuple[list[int] | str, dict[str, Any]]
 
 
-def draft_model(models: Path, **options: Any) -> dict[str, Any]:
+def draft_model(draft: Path, **options: Any) -> dict[str, Any]:
     """A draft model with probabilistic drafts."""
     return {
         "method": "draft_model",
-        "model": str(models / "draft"),
+        "model": str(draft),
         "num_speculative_tokens": 3,
         "draft_sample_method": "probabilistic",
         **options,

@@ -34,14 +34,6 @@ def test_the_option_that_is_given_names_the_rule(rule, value):
     assert isinstance(config.value, float)
 
 
-def test_a_bound_of_0_is_lossless():
-    assert not MarsConfig(max_loss=0.0).lossy
-    opt_in = MarsConfig(max_loss=0, limit=0.02)
-    assert opt_in.sets_price and opt_in.clients_may_relax and not opt_in.lossy
-    assert lossy_reason(opt_in, "mars") is None
-    assert not MarsConfig(price=0.3, max_loss=0.02).sets_price
-
-
 @pytest.mark.parametrize("method", [None, "standard", "block", "synthetic"])
 def test_other_methods_are_not_changed(method):
     config = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
@@ -127,6 +119,7 @@ def test_bad_option_is_named(options, message):
         (MarsConfig(theta=0.99), "standard", True),
         (MarsConfig(price=0), "standard", False),
         (MarsConfig(price=0.1), "standard", True),
+        (MarsConfig(max_loss=0, limit=0.02), "standard", False),
         (None, "standard", False),
         (None, "block", False),
         (None, "fly", True),
@@ -158,20 +151,21 @@ def test_an_unknown_lock_is_refused(monkeypatch, lock):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "lossy", "may_relax"),
     [
-        ({}, True),
-        ({"theta": 1.0}, False),
-        ({"theta": 1.0, "max_loss": 0, "limit": 0.5}, False),
-        ({"price": 0}, False),
-        ({"price": 0.3, "max_loss": 0}, False),
-        ({"price": 0.3, "max_loss": 0, "limit": 0.5}, True),
-        ({"max_loss": 0}, False),
-        ({"max_loss": 0, "limit": 0.02}, True),
+        ({}, True, True),
+        ({"theta": 1.0}, False, False),
+        ({"theta": 1.0, "max_loss": 0, "limit": 0.5}, False, False),
+        ({"price": 0}, False, False),
+        ({"price": 0.3, "max_loss": 0}, False, False),
+        ({"price": 0.3, "max_loss": 0, "limit": 0.5}, False, True),
+        ({"max_loss": 0}, False, False),
+        ({"max_loss": 0, "limit": 0.02}, False, True),
     ],
 )
-def test_whether_clients_may_relax(options, expected):
-    assert MarsConfig(**options).clients_may_relax is expected
+def test_whether_a_server_is_lossy_and_clients_may_relax(options, lossy, may_relax):
+    config = MarsConfig(**options)
+    assert (config.lossy, config.clients_may_relax) == (lossy, may_relax)
 
 
 @pytest.mark.parametrize(("options", "ngram"), [({}, 4), ({"theta": 0.9}, 0), ({"price": 0.5}, 4)])

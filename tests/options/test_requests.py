@@ -176,13 +176,6 @@ def test_a_limit_applies_to_the_bound_under_every_rule(rule):
         check_options(params(mars_max_loss=0.03), config)
 
 
-def test_a_request_may_choose_a_smaller_bound():
-    assert options_of(params(), THETA).max_loss == math.inf
-    assert options_of(params(mars_max_loss=7), THETA).max_loss == 7
-    assert options_of(params(), BOUND).max_loss == 0.5
-    assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
-
-
 @pytest.mark.parametrize(
     ("temperature", "is_probabilistic", "expected"),
     [
