@@ -26,11 +26,7 @@ VALUES = {"theta": [1.0, 0.9375, 0.5, 0.0625], "price": [0.0, 0.25, 4.0]}
 
 
 class Greedy:
-    """Greedy requests, and possibly a sampled one at the end.
-
-    Args:
-        rng: the source of all random choices.
-    """
+    """Greedy requests, and possibly a sampled one at the end."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rule = str(rng.choice(list(VALUES)))
@@ -60,7 +56,6 @@ class Greedy:
         return MarsConfig(**{self.rule: self.server_value}, strict_opening=0)
 
     def extra_args(self) -> list[dict[str, Any]]:
-        """The options of each request."""
         option = RULES[self.rule].option
         values = zip(self.values, self.has_value, strict=True)
         return [{option: value} if has_value else {} for value, has_value in values]

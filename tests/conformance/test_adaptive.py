@@ -30,7 +30,6 @@ def guessable(tmp_path_factory):
 
 
 def answered(guessable, rule, batches):
-    """The result of an engine with a rule."""
     drafts = workload.draft_model(
         guessable / "draft", enable_adaptive_verification=True, **RULES[rule]
     )

@@ -43,7 +43,6 @@ def drafter(models, name):
 
 
 def alternating(count, max_tokens):
-    """Greedy and sampled requests."""
     return {
         f"{'sampled' if i % 2 else 'greedy'} {i}": (
             workload.prompt(i),

@@ -78,27 +78,3 @@ def test_eagle_and_a_small_cache(models):
     assert "mars_price=1000 nats" in relaxed["log"]
     assert "the output is LOSSY: it can differ from the target's own." in relaxed["log"]
     assert workload.accepted_share(relaxed, 0) > workload.accepted_share(vllms, 0)
-
-
-@pytest.mark.nightly
-def test_requests_of_a_batch_have_different_options(models):
-    """A strict request, one in a span that its prompt opened, and ones with and without a bound."""
-    prompts = [[5, 6, 7, 8], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
-    options = [{"mars_price": 0}, {}, {}, {"mars_max_loss": 0}]
-    plain_requests, mars_requests = (
-        {
-            str(number): (prompt, workload.greedy(max_tokens=12, extra_args=extra))
-            for number, (prompt, extra) in enumerate(zip(prompts, extra_args, strict=True))
-        }
-        for extra_args in ([{}] * 4, [{"mars_return": True, **extra} for extra in options])
-    )
-    drafts = draft_model(models / "draft", draft_sample_method="greedy")
-    mars = {**drafts, "rejection_sample_method": "mars", "mars_theta": 0.01, "mars_max_loss": 0.5}
-    mars["mars_strict_spans"] = [[3, None]]
-    engine = {"max_num_seqs": 4, "max_model_len": 64}
-    plain = run(drafts, [plain_requests], models, **engine)["batches"][0]
-    answers = run(mars, [mars_requests], models, **engine)["batches"][0]
-    is_same = [a["tokens"] == b["tokens"] for (a,), (b,) in zip(plain, answers, strict=True)]
-    assert is_same == [True, True, False, True]
-    relaxed = [answer["returned"]["relaxed_positions"] for (answer,) in answers]
-    assert [bool(positions) for positions in relaxed] == [False, False, True, False]

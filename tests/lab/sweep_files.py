@@ -14,7 +14,6 @@ PIECES = (Piece("The"), Piece(" red", 0.5), Piece(" fox <b>\n"), Piece("|", 0.25
 
 
 def mars(price, temperature=0.0, concurrency=1):
-    """A cell with a price."""
     config = {**NGRAM, "rejection_sample_method": "mars", "mars_price": price}
     return Cell(f"price {price:g}", config, temperature, concurrency)
 
@@ -52,18 +51,15 @@ def joined(records):
 
 
 def failed(cell, reason):
-    """A turn that failed."""
     return dataclasses.replace(turn(cell), measured=None, reason=reason)
 
 
 def write_prompts(path, prompts):
-    """Writes a prompt file and returns its path as text."""
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return str(path)
 
 
 def write_sweep(path, records, baseline="standard"):
-    """Writes a sweep's file and returns its path."""
     append(path, RunHeader(SETTINGS, baseline, RUN))
     for record in records:
         append(path, record)

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import textwrap
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
-from processes import MARK, marked, start, wait_until
+from processes import MARK, marked
 from stand_in import StandInServer
 from vllm_mars.servers.scrape import (
     ACCEPTED_TOKENS,
@@ -97,25 +95,3 @@ def test_a_crash_shows_the_end_of_the_log(packaged_model, tmp_path, mark):
                 time.sleep(0.05)
     assert "startup complete" in str(error.value).split("the end of", 1)[1]
     assert marked(mark) == []
-
-
-@REAL_AT_NIGHT
-def test_no_process_outlives_an_owner_that_is_interrupted(
-    packaged_model, tmp_path, mark, server_class
-):
-    """The interrupt comes while the engine starts, after the server has child processes."""
-    owner = textwrap.dedent(f"""
-        import time
-        from pathlib import Path
-        from {server_class.__module__} import {server_class.__name__} as Server
-        with Server({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"), wait=False):
-            print("started", flush=True)
-            time.sleep(300)
-    """)
-    tests = str(Path(__file__).parents[1])
-    process = start("-c", owner, mark=mark, cwd=tmp_path, PYTHONPATH=tests)
-    assert process.stdout.readline() == "started\n"
-    wait_until(lambda: len(marked(mark)) >= 4, 120, "the engine core")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    wait_until(lambda: marked(mark) == [], 30, "the end of all processes")

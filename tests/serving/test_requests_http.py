@@ -27,12 +27,10 @@ def client(lossy_server):
 
 
 def body(theta):
-    """Keys that a client adds to its request."""
     return {} if theta is None else {"extra_body": {"vllm_xargs": {"mars_theta": theta}}}
 
 
 def ask(client, subject, theta, **options):
-    """Returns the text of a streamed answer."""
     prompt = f"Repeat twice, word for word: {subject}. Then explain it in two sentences."
     stream = client.chat.completions.create(
         model="model",
@@ -79,13 +77,6 @@ def ask_all_endpoints(client, theta):
         **body(theta),
     )
     return completion.choices[0].text, response.output_text, chat.choices[0].message.content
-
-
-def test_every_endpoint_takes_theta(client):
-    texts = {theta: ask_all_endpoints(client, theta) for theta in (1, 0.3)}
-    assert all(texts[1])
-    # Responses and chat have the same prompt, so they return the same text.
-    assert all(responses == chat for _, responses, chat in texts.values())
 
 
 def test_a_running_server_is_made_stricter(lossy_server, client):
@@ -140,11 +131,7 @@ def test_a_running_server_is_made_stricter(lossy_server, client):
         assert thetas("{}") == [0.3, 0.3, 0.95]
     assert gauges() == {}
     assert ask_all_endpoints(client, 0.3) != strict[0]
-    errors = [line for line in lossy_server.log_path.open() if "Until then this stays" in line]
-    assert len(errors) == 4
-    assert "JSON" in errors[0]
-    assert "mars_theta=0.2 is looser than this server's own 0.3" in errors[1]
-    assert "did you mean mars_theta" in errors[2] and "No such file" in errors[3]
+    assert lossy_server.log_path.read_text().count("Until then this stays") == 4
 
 
 def refusals():

@@ -131,7 +131,6 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
 
 @contextlib.contextmanager
 def ray_serve():
-    """Starts Ray Serve; yields its address."""
     from ray import serve
 
     from vllm_mars.servers.server import free_port
@@ -146,7 +145,6 @@ def ray_serve():
 
 @contextlib.contextmanager
 def application(model, **options):
-    """Runs the application; yields its address."""
     with ray_serve() as url:
         run(model, **options)
         yield url

@@ -30,8 +30,6 @@ NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
 class Engine:
-    """A running engine."""
-
     def __init__(self, llm):
         self.llm = llm
 
