@@ -20,19 +20,6 @@ def run(speculative_config, batches, models, **options):
     )
 
 
-def test_theta_1_is_vllm(models):
-    """A greedy and a sampled request; nightly runs have all kinds."""
-    every = workload.every_kind(6)
-    requests = {name: every[name] for name in ("greedy", "sampled")}
-    vllms = run(draft_model(models / "draft", rejection_sample_method="block"), [requests], models)
-    mars = run(draft_model(models / "draft", **workload.STRICT_PRICE), [requests], models)
-    assert vllms["has_draft_logits"]
-    message = r"the logits of probabilistic drafts: \d+\.\d MiB of this device \(\d+ x 3 x \d+"
-    assert re.search(message, mars["log"])
-    workload.assert_same_batches([requests], vllms, mars, but=workload.BY_BLOCKS)
-    assert 0 < workload.accepted_share(vllms, 0) < 1
-
-
 @pytest.mark.nightly
 def test_draft_model(models):
     """All kinds at once, with prompts in chunks, then some from the cache."""
@@ -50,11 +37,13 @@ def test_draft_model(models):
     assert vllms["metrics"][-1]["vllm:prefix_cache_hits"] > 0
     assert workload.finish_reasons(vllms, 0) == {"length", "stop"}
     assert (
-        "Margin-aware verification (MARS) is on: mars_theta=1, no mars_max_loss, "
-        "mars_strict_opening=0, 1 protected tokens, model runner V2; the output is lossless"
+        "Margin-aware verification (MARS) is on: mars_price=0 nats per token, no mars_max_loss, "
+        "mars_strict_opening=8, 1 protected tokens, model runner V2; the output is lossless"
         in mars["log"]
     )
     assert "Margin-aware" not in vllms["log"]
+    message = r"the logits of probabilistic drafts: \d+\.\d MiB of this device \(\d+ x 3 x \d+"
+    assert re.search(message, mars["log"])
     relaxed = run(draft_model(models / "draft", **workload.RELAXED), [again], models, **options)
     assert workload.accepted_share(relaxed, 0) > workload.accepted_share(vllms, 1)
 
