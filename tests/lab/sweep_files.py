@@ -33,19 +33,11 @@ def turn(
     return Record(*cell, repeat=repeat, block=block, measured=measured)
 
 
-def stalled(record, seconds):
-    """The same turn, if the machine stalls during its first answer."""
-    first, *others = record.measured.answers
-    answers = (dataclasses.replace(first, seconds=first.seconds + seconds), *others)
-    total = record.measured.seconds + seconds
-    measured = dataclasses.replace(record.measured, seconds=total, answers=answers)
-    return dataclasses.replace(record, measured=measured)
-
-
-def joined(records):
-    """One turn with the answers of all records."""
-    answers = tuple(answer for record in records for answer in record.measured.answers)
-    total = sum(record.measured.seconds for record in records)
+def joined(records, stall=0.0):
+    """One turn with the answers of all records, the first of which takes `stall` seconds longer."""
+    first, *others = (answer for record in records for answer in record.measured.answers)
+    answers = (dataclasses.replace(first, seconds=first.seconds + stall), *others)
+    total = stall + sum(record.measured.seconds for record in records)
     measured = dataclasses.replace(records[0].measured, seconds=total, answers=answers)
     return dataclasses.replace(records[0], measured=measured)
 

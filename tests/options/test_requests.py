@@ -87,11 +87,17 @@ def served_with(config):
         (OPT_IN, {"mars_max_loss": 0.1}, math.inf),
         (OPT_IN, {"mars_max_loss": 0.1, "mars_price": 3}, 3.0),
         (OPT_IN, {"mars_price": 3}, 0.0),
+        # From a file of overrides.
+        (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, 0.0),
     ],
 )
 def test_values(config, extra_args, expected):
-    value = options_of(params(**extra_args), config).value
+    request, constrained = params(**extra_args), params(**extra_args)
+    constrained.structured_outputs = StructuredOutputsParams(regex="a+")
+    value = options_of(request, config).value
     assert value == expected and isinstance(value, float)
+    table = torch.tensor([record_of(request, config), record_of(constrained, config)])
+    assert Records(table).relaxes.tolist() == [value != config.rule.strict, False]
 
 
 @pytest.mark.parametrize(
@@ -222,28 +228,6 @@ def test_a_bound_of_0_is_strict(config):
     assert options_of(params(), server) == strict
     record = record_of(params(), server)
     assert record[: Column.MAX_TOKENS] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("config", "extra_args", "is_relaxable"),
-    [
-        (BOUND, {}, True),
-        (BOUND, {"mars_max_loss": 0}, False),
-        # From a file of overrides.
-        (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, False),
-        (OPT_IN, {}, False),
-        (OPT_IN, {"mars_max_loss": 0.02}, True),
-        (PRICE, {"mars_price": 0}, False),
-        (PRICE, {}, True),
-        (THETA, {"mars_theta": 1}, False),
-        (THETA, {}, True),
-    ],
-)
-def test_relaxable_requests(config, extra_args, is_relaxable):
-    request, constrained = params(**extra_args), params(**extra_args)
-    constrained.structured_outputs = StructuredOutputsParams(regex="a+")
-    table = torch.tensor([record_of(request, config), record_of(constrained, config)])
-    assert Records(table).relaxes.tolist() == [is_relaxable, False]
 
 
 VALUES = st.recursive(
