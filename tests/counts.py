@@ -58,7 +58,6 @@ def exported(registry=prometheus_client.REGISTRY):
 
 
 def check_exported(samples, engine, times):
-    """Checks that the samples of an engine are `times` the counts of `COUNTS`."""
     assert samples[f"{RELAXABLE}_total", engine] == times * 17
     for name, entry in ((RELAXED, "relaxed"), (VERIFIED, "verified"), (ACCEPTED, "accepted")):
         for position, count in enumerate(COUNTS[getattr(LAYOUT, entry)]):

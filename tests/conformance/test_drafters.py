@@ -16,7 +16,6 @@ FIXED = {"rejection_sample_method": "standard"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of the targets and of each kind of draft model."""
     directory = tmp_path_factory.mktemp("drafters")
     model = tiny_models.llama(directory / "target", added=0.005)
     for kind in ("dflash", "dflash2", "dspark"):

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import unittest.mock
 
 import numpy as np
 import pytest
@@ -174,14 +173,9 @@ def test_chunks_change_nothing(monkeypatch, setting, config):
     """A chunk holds whole requests, even if the limit is smaller."""
     step = random_step(2, SETTINGS[setting], LENGTHS, with_draft_logits=True)
     whole = step.run(config)
-    for limit, chunks in ((1, 5), (5, 3), (11, 2)):
+    for limit in (1, 5, 11):
         monkeypatch.setattr(rejection_sampler, "get_max_chunk_logits", lambda _, n=limit: n)
-        sampler = step.sampler(config)
-        verify = unittest.mock.Mock(wraps=sampler._verify)
-        monkeypatch.setattr(sampler, "_verify", verify)
-        output = sampler(step.logits.clone(), step.batch(), step.draft_logits)
-        assert verify.call_count == chunks
-        assert_equal(whole, output)
+        assert_equal(whole, step.run(config))
 
 
 @pytest.mark.parametrize("temperatures", [GREEDY, MIXED])

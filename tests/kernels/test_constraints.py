@@ -14,7 +14,6 @@ from vllm_mars.kernels.interface import MAX_FOLLOWERS, Verdict
 
 
 def strictness(config, *tokens, scope=0):
-    """Whether each of the tokens is verified strictly."""
     tracker, strict = MarkerTracker(config), []
     state = tracker.initial_state(())
     for token in tokens:

@@ -51,7 +51,6 @@ def test_options_survive_json():
         ({"mars_theta": 1.7}, r"mars_theta=1.7 is outside \(0, 1\]; 1 switches the relaxation off"),
         ({"mars_theta": 0}, r"mars_theta=0 is outside \(0, 1\]"),
         ({"mars_theta": math.nan}, "mars_theta=nan is outside"),
-        ({"mars_theta": math.inf}, "mars_theta=inf is outside"),
         ({"mars_theta": "0.9"}, "mars_theta='0.9' is a str, but must be a number"),
         ({"mars_theta": True}, "mars_theta=True is a bool"),
         ({"mars_theta": [0.9]}, "is a list, but must be a number"),
@@ -61,7 +60,6 @@ def test_options_survive_json():
             {"mars_price": 10**400},
             r"mars_price=10+\.\.\. \(401 characters\) is outside \[0, 8192\]",
         ),
-        ({"mars_price": 1e39}, r"mars_price=1e\+39 is outside \[0, 8192\]"),
         (
             {"mars_max_loss": 1025},
             r"mars_max_loss=1025 is outside \[0, 1024\]; 0 is strict, 0.02 lets an answer",
@@ -100,7 +98,6 @@ def test_options_survive_json():
         ({"mars_max_relaxed_share": 0.1}, "mars_max_relaxed_share is not .* mars_max_loss?"),
         ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 draws drafts"),
         ({"mars_draft_temperature": 2.1}, r"mars_draft_temperature=2.1 is outside \[0.01, 2\]"),
-        ({"mars_draft_temperature": "1"}, "mars_draft_temperature='1' is a str, but must be"),
         ({"mars_strict_opening": 4.0}, "mars_strict_opening=4.0 is a float, but must be"),
         ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),
         ({"mars_protected_token_ids": [1, -1]}, "is not a list of token ids"),

@@ -33,7 +33,6 @@ VERIFIED, ENDED = f"{counts.VERIFIED}_total", f"{counts.REQUEST_LOST}_count"
 
 
 def counted():
-    """Counters of this process, summed over their labels."""
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return {
         name: sum(sample.value for sample in samples if sample.name == name)

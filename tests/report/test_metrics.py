@@ -212,7 +212,6 @@ def test_the_dashboard_and_the_page_query_exported_metrics():
 
 
 def test_promtool_parses_the_queries(tmp_path):
-    """promtool checks the queries of the dashboard and the page as recording rules."""
     queries = [*dashboard_queries(), *page_queries()]
     rules = [{"record": f"q{i}", "expr": in_promql(query)} for i, query in enumerate(queries)]
     file = tmp_path / "rules.yml"

@@ -258,8 +258,6 @@ def load_while(act, url, expected, **options):
 
 
 def sequential_answers(url, **options):
-    """Returns the answer to each prompt, without concurrent requests."""
-
     async def ask_all():
         async with client_of(url) as client:
             return {prompt: await ask(client, prompt, **options) for prompt in PROMPTS}
@@ -270,7 +268,6 @@ def sequential_answers(url, **options):
 
 
 def check_refused(url, theta, message):
-    """Checks for HTTP 400 with this message."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(
