@@ -5,6 +5,7 @@ Tokenizers and templates are small and have the families' special tokens.
 
 import itertools
 import re
+import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,12 +76,9 @@ CHAT = [
 
 
 @pytest.fixture
-def model(tmp_path_factory):
+def model(tmp_path):
     """A new path for each test, because vLLM caches tokenizers by path."""
-    return tmp_path_factory.mktemp("model") / str(next(NUMBERS))
-
-
-NUMBERS = itertools.count()
+    return tmp_path / uuid.uuid4().hex
 
 
 def write(directory, template, *texts):
