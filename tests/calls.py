@@ -37,8 +37,6 @@ class Call:
     """A random step whose rows hold each request's drafts, then its bonus token.
 
     Args:
-        number: seed of the step.
-        name: key of the rule in `RULES`.
         sampled: allows sampled requests, whose logits are finite or -inf.
         vocab: 0 chooses a small random vocabulary.
         dtype: dtype of a sampled step; a greedy step chooses one at random.

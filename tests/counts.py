@@ -58,7 +58,6 @@ def exported(registry=prometheus_client.REGISTRY):
 
 
 def check_exported(samples, engine, times):
-    """Checks that the samples of an engine are `times` the counts of `COUNTS`."""
     assert samples[f"{RELAXABLE}_total", engine] == times * 17
     for name, entry in ((RELAXED, "relaxed"), (VERIFIED, "verified"), (ACCEPTED, "accepted")):
         for position, count in enumerate(COUNTS[getattr(LAYOUT, entry)]):
@@ -75,13 +74,11 @@ def check_exported(samples, engine, times):
 
 
 def dashboard_queries():
-    """Returns the queries of the Grafana dashboard's panels."""
     dashboard = json.loads((DOCS / "grafana-mars.json").read_text())
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
 def page_queries():
-    """Returns the queries on the page about metrics."""
     blocks = re.findall(r"```promql\n(.*?)\n```", (DOCS / "operating.md").read_text(), re.S)
     # An indented line continues the line before.
     return [query for block in blocks for query in re.split(r"\n(?! )", block)]

@@ -13,13 +13,9 @@ def logits_of(rows, generator):
 
 
 def distribution(logits, temperature, tokens, parameters, dtype=torch.float32):
-    """Applies a request's parameters to a row in double precision.
+    """Applies a request's parameters, as in `ASKED`, to a row in double precision.
 
-    Args:
-        temperature: above 0.
-        tokens: those of the prompt and those of the output.
-        parameters: as in `ASKED`.
-        dtype: of penalized logits.
+    `tokens` are those of the prompt and of the output, and `dtype` is that of penalized logits.
     """
     repetition, frequency, presence, k, p = parameters
     logits = np.array(logits, dtype=float)

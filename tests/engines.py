@@ -43,6 +43,20 @@ PET_FORMAT = {
 }
 
 
+def engine_config(model, speculative_config, **options):
+    """vLLM's config of an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        speculative_config=speculative_config,
+        **options,
+    ).create_engine_config()
+
+
 def resolved(model, options, arguments=(), **engine_options):
     """The workers' config, with arguments of the command line and of the engine."""
     from vllm.engine.arg_utils import EngineArgs
@@ -103,7 +117,7 @@ def counters(llm: LLM) -> dict[str, float]:
 
 
 def greedy_tokens(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """Greedy answers to prompts of token ids, with options of SamplingParams."""
+    """Answers, by default greedy, to prompts of token ids."""
     from vllm import SamplingParams
 
     params = SamplingParams(

@@ -137,7 +137,6 @@ class Client:
             raise HarmError(f"the front end holds objects of ended requests: {leaked}")
 
     async def ask_plainly(self, **options: Any) -> str:
-        """Answer to the plain request."""
         answer = await self.http.post("/v1/chat/completions", json=PLAIN | options)
         return str(answer.json()["choices"][0]["message"]["content"])
 

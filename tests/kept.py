@@ -33,8 +33,6 @@ def holders() -> dict[str, int]:
 
 
 class Engine:
-    """Adds a method to the worker."""
-
     def kept(self) -> dict[str, int]:
         """Returns the references in the engine core's process."""
         return holders()
@@ -47,7 +45,6 @@ class Api:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers, or calls the application."""
         from starlette.responses import JSONResponse
 
         is_ours = scope.get("path") == "/kept"

@@ -23,12 +23,9 @@ def log_probs(target, prompt, tokens):
 
 
 def check_promise(target, prompt, tokens, returned, bound):
-    """Checks each prefix of an answer against its bound, and the losses in the report.
+    """Checks each prefix of an answer against its bound, and the report; returns the loss in nats.
 
     A sampled answer must be verified by theta, so a relaxed token has m = 1 and the loss -log p.
-
-    Returns:
-        Loss of the answer, in nats.
     """
     emitted, highest = log_probs(target, prompt, tokens)
     if "log_ratios" in returned:

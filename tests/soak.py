@@ -1,6 +1,4 @@
-"""Soak test of a real server under the hostile client of `hostile.py`.
-
-`make soak MINUTES=20 ARGS="--output build/soak.json"`, or `python tests/soak.py`.
+"""Soak test of a real server under a hostile client: `make soak MINUTES=20`.
 
 Checks every few seconds that no counter falls, and at the end that memory has not grown and that no
 request is left. SIGTERM under a second load must end all processes.
@@ -136,7 +134,6 @@ async def soak(server: VllmServer, minutes: float, client: Client) -> dict[str, 
 
 
 def main() -> int:
-    """Runs the soak test; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -13,7 +13,6 @@ LABORATORY = {"benchmarks", "lab"}
 
 
 def modules():
-    """Yields each module and its file."""
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts

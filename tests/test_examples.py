@@ -61,7 +61,6 @@ def test_a_picture_marks_relaxed_tokens(packaged_model, tmp_path):
 
 
 def exported(options):
-    """Returns the metrics of a server with these options."""
     metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(**options))
     return prometheus_client.generate_latest().decode()
 
@@ -204,7 +203,6 @@ def test_a_gateway_allows_lossy_requests_by_team(packaged_model, tmp_path):
         return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
 
     def ask(key, **xargs):
-        """Returns the text of an answer."""
         answer = client(key).chat.completions.create(
             model="model",
             messages=[{"role": "user", "content": PROMPT}],

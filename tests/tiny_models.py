@@ -1,5 +1,6 @@
 """Tiny models with random weights: targets, and drafts of each kind."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -36,10 +37,11 @@ def llama(directory: Path, added: float = 0.05) -> LlamaForCausalLM:
 
 
 def first_layer(directory: Path, target: LlamaForCausalLM) -> None:
-    """Writes a draft model of the target's first layer; also cuts the target in memory."""
-    target.model.layers = target.model.layers[:1]
-    target.config.num_hidden_layers = 1
-    target.save_pretrained(directory)
+    """Writes a draft model of the target's first layer."""
+    draft = copy.deepcopy(target)
+    draft.model.layers = draft.model.layers[:1]
+    draft.config.num_hidden_layers = 1
+    draft.save_pretrained(directory)
 
 
 def tokenizer(directory: Path, of_bytes: bool = False, ends: str = "") -> None:

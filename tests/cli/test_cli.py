@@ -35,12 +35,6 @@ def test_bad_values_fail_before_anything_starts(arguments, message, capsys):
     assert captured.out == ""
 
 
-def test_the_lock_refuses_a_lossy_demo(monkeypatch, capsys):
-    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
-    assert main(["demo"]) == 1
-    assert "VLLM_MARS_LOCK=strict forbids lossy verification" in capsys.readouterr().err
-
-
 def test_serve_passes_every_argument_on_to_vllm(monkeypatch):
     """vLLM replaces the process, so signals and the exit status are those of vLLM."""
     calls = []

@@ -33,9 +33,7 @@ def server(
     Args:
         increase: of the counters with each answer.
         report: of `mars_return`, or a function that makes it from the `vllm_xargs`; None: none.
-        metrics: text of /metrics instead of the counters.
         refuses: returns from a body why it is refused, if it is.
-        info: further lines of /metrics.
     """
     bodies = []
     drafts = {"draft_sample_method": draft_sample_method, "log_ratios": [0.0]}

@@ -19,17 +19,14 @@ import torch
 import oracle
 from calls import LONGEST, Call
 from vllm_mars import MarsConfig
+from vllm_mars.kernels.interface import Verdict
 from vllm_mars.kernels.rules import RULES
 
 VALUES = {"theta": [1.0, 0.9375, 0.5, 0.0625], "price": [0.0, 0.25, 4.0]}
 
 
 class Greedy:
-    """Greedy requests, and possibly a sampled one at the end.
-
-    Args:
-        rng: the source of all random choices.
-    """
+    """Greedy requests, and possibly a sampled one at the end."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rule = str(rng.choice(list(VALUES)))
@@ -50,13 +47,15 @@ class Greedy:
         self.allowed[:, 0] = True
         self.temperatures = [0.0] * batch
         self.temperatures[-1] = float(batch > 1 and rng.random() < 0.4)
+        # Few tokens, so that n-grams repeat.
+        lengths = rng.integers(1, 24, batch)
+        self.answers = [rng.integers(0, min(vocab, 3), length).tolist() for length in lengths]
 
     @property
     def config(self) -> MarsConfig:
         return MarsConfig(**{self.rule: self.server_value}, strict_opening=0)
 
     def extra_args(self) -> list[dict[str, Any]]:
-        """The options of each request."""
         option = RULES[self.rule].option
         values = zip(self.values, self.has_value, strict=True)
         return [{option: value} if has_value else {} for value, has_value in values]
@@ -68,10 +67,22 @@ class Greedy:
             *before, last = logits.masked_fill(~self.allowed[index], -math.inf).tolist()
             value = self.values[index] if self.has_value[index] else self.server_value
             options = {self.rule: value, "protected": self.protected}
+            if self.config.repeat_ngram:
+                options["blocked"] = self.repeats(self.answers[index], drafts, before)
             expected = oracle.verify(before, drafts, oracle.argmax(last), **options).tokens
             if not self.temperatures[index] and emitted[index] != expected:
                 return f"request {index} gets {emitted[index]}, not {expected}: {vars(self)}"
         return None
+
+    @staticmethod
+    def repeats(answer: list[int], drafts: list[int], rows: list[list[float]]) -> list[int]:
+        """Blocks draft tokens that repeat a longer n-gram than the argmax does."""
+        blocked = []
+        for position, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
+            before = [*answer, *drafts[:position]]
+            allowed = oracle.repeats(before, oracle.argmax(row))
+            blocked.append(Verdict.REPEAT * (oracle.repeats(before, draft) > allowed))
+        return blocked
 
 
 def check(rng: np.random.Generator) -> str | None:
@@ -87,11 +98,15 @@ def check(rng: np.random.Generator) -> str | None:
     greedy.logits[~greedy.allowed.repeat_interleave(counts, 0)] = -math.inf
     # vLLM's kernels return an arbitrary token for a row without finite logits.
     greedy.logits[~greedy.logits.isfinite().any(1), 0] = 0.0
+    columns = greedy.temperatures, greedy.extra_args(), greedy.drafts, greedy.answers
     requests = [
-        Request(SamplingParams(temperature=temperature, extra_args=extra), drafts, [0, 1, 0, 1, 0])
-        for temperature, extra, drafts in zip(
-            greedy.temperatures, greedy.extra_args(), greedy.drafts, strict=True
+        Request(
+            SamplingParams(temperature=temperature, max_tokens=50, extra_args=extra_args),
+            drafts,
+            # The guard does not consider the prompt.
+            [0, 1, 0, *answer],
         )
+        for temperature, extra_args, drafts, answer in zip(*columns, strict=True)
     ]
     step = Step(requests, greedy.logits, steps=LONGEST)
     sampler = step.sampler(greedy.config, protected=tuple(greedy.protected))
@@ -114,8 +129,6 @@ def main() -> str | None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    # The oracle has no guard against repetition; `tests/kernels/test_constraints.py` checks it.
-    MarsConfig.repeat_ngram = property(lambda _: 0)
     # vLLM warns for each config.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

@@ -40,13 +40,7 @@ MARS = {"rejection_sample_method": "mars", "mars_price": 1.0}
 
 
 class Scheduled(NamedTuple):
-    """A step as vLLM sends it to its workers.
-
-    Attributes:
-        output: holds the drafts to verify.
-        grammar: holds the masks of the logits.
-        ids: request ids.
-    """
+    """A step as vLLM sends it to its workers: drafts, masks of the logits, and request ids."""
 
     output: SchedulerOutput
     grammar: GrammarOutput
@@ -84,11 +78,7 @@ def write_model(directory: Path) -> str:
 class Engine:
     """A scheduler of requests with probabilistic drafts.
 
-    Args:
-        model: see `write_model`.
-        num_draft: tokens of a draft.
-        is_async: schedules steps before the last step's tokens are known.
-        options: of the speculative config.
+    If `is_async`, it schedules steps before the last step's tokens are known.
     """
 
     def __init__(self, model: str, num_draft: int, is_async: bool = False, **options) -> None:
@@ -158,11 +148,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Grammatical(Case):
-    """A case whose answer must match a grammar, which drafts do not know.
-
-    Attributes:
-        regex: matches the whole answer.
-    """
+    """A case whose whole answer must match a regular expression, which drafts do not know."""
 
     regex: str = ""
 

@@ -96,19 +96,11 @@ def drafts_of(metadata):
 
 
 def emitted(output):
-    """The tokens of each request."""
     return [[token for token in row if token != -1] for row in output.sampled_token_ids.tolist()]
 
 
 def check_probes(monkeypatch, batch, drafts, logits):
-    """Verifies all probes of an `enumerated.Batch` in one step, and checks them.
-
-    Args:
-        monkeypatch: sets the random numbers.
-        batch: the probes.
-        drafts: the tokens of each draft, which a scheduler may have cut.
-        logits: float32 `[num_rows, vocab]`.
-    """
+    """Verifies all probes of an `enumerated.Batch`, whose drafts a scheduler may have cut."""
     case = batch.case
     lengths = torch.tensor([len(draft) for draft in drafts])
     is_draft = torch.arange(case.steps) < lengths[:, None]

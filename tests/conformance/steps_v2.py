@@ -36,13 +36,9 @@ MIXED = [0.0, 1.0, 0.8, 0.0, 1.2]
 
 
 def random_step(
-    seed, samplings, lengths, *, vocab=97, with_draft_logits=False, ranks=(0, 0, 0, 1, 2), near=0.9
+    seed, samplings, lengths, *, vocab=97, with_draft_logits=False, ranks=(0, 0, 0, 1, 2)
 ):
-    """Random logits and drafts.
-
-    A fraction `near` of the draft tokens have a random target rank from `ranks` (0 is the argmax);
-    the others are any tokens.
-    """
+    """Random logits and drafts; nine of ten draft tokens have a target rank from `ranks`."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(lengths) + len(lengths)
     logits = torch.randn(rows, vocab, generator=generator) * 3 + 2
@@ -52,7 +48,7 @@ def random_step(
         best = logits[row : row + length].topk(max(ranks) + 1, dim=-1).indices
         rank = torch.tensor(ranks)[torch.randint(len(ranks), (length, 1), generator=generator)]
         drafts = best.gather(1, rank).squeeze(1)
-        elsewhere = torch.rand(length, generator=generator) > near
+        elsewhere = torch.rand(length, generator=generator) > 0.9
         drafts[elsewhere] = torch.randint(0, vocab, (int(elsewhere.sum()),), generator=generator)
         requests.append(Request(sampling, drafts.tolist()))
         row += length + 1

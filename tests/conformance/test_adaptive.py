@@ -30,8 +30,9 @@ def guessable(tmp_path_factory):
 
 
 def answered(guessable, rule, batches):
-    """The result of an engine with a rule."""
-    drafts = workload.draft_model(guessable, enable_adaptive_verification=True, **RULES[rule])
+    drafts = workload.draft_model(
+        guessable / "draft", enable_adaptive_verification=True, **RULES[rule]
+    )
     options = {"model": str(guessable / "target"), "max_num_seqs": 8, "costs": COSTS, "v2": True}
     return workload.run(drafts, [list(batch.values()) for batch in batches], **options)
 

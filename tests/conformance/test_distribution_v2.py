@@ -46,14 +46,7 @@ def filled(like, by_request, seed, rest):
 
 
 def check(monkeypatch, batch, logits, acceptable=None):
-    """Verifies all probes in one step, and checks them.
-
-    Args:
-        monkeypatch: sets the random numbers.
-        batch: the probes.
-        logits: float32 `[num_logits, vocab]`.
-        acceptable: number of draft tokens to verify of each request; None for all.
-    """
+    """Verifies all probes in one step; `acceptable` limits the draft tokens of each request."""
     case = batch.case
     monkeypatch.setattr(clip_kernel, "TOLERANCE", 1e-6)
     uniform, log_noise = batch.uniform, batch.noise.log()

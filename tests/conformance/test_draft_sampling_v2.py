@@ -59,7 +59,6 @@ def runner_of(requests, dtype=torch.float32, vocab=VOCAB):
 
 
 def requests_under_parameters():
-    """The requests of `drafted.ASKED`."""
     for temperature, (prompt, output, new, parameters) in zip(TEMPERATURES, ASKED, strict=True):
         options = dict(zip(NAMES, parameters, strict=True))
         options["top_k"] = 0 if options["top_k"] == VOCAB else options["top_k"]

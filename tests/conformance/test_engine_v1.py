@@ -34,8 +34,10 @@ def test_every_kind_of_request(models):
     }
     # vLLM's V1 cannot verify probabilistic drafts by blocks.
     fixed = {"draft_sample_method": "greedy"}
-    vllms = workload.run(draft_model(models, **fixed), batches, **options)
-    mars = workload.run(draft_model(models, **fixed, **workload.STRICT_PRICE), batches, **options)
+    vllms = workload.run(draft_model(models / "draft", **fixed), batches, **options)
+    mars = workload.run(
+        draft_model(models / "draft", **fixed, **workload.STRICT), batches, **options
+    )
     workload.assert_same_batches([requests, long, long], vllms, mars)
     # The plugin is installed in both.
     assert (vllms["sampler"], mars["sampler"]) == ("RejectionSampler", "MarsRejectionSampler")

@@ -3,10 +3,8 @@
 import re
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.sample.rejection_sampler import rejection_sample
 
 import steps_v1
 from engines import counters, engine_in_process
@@ -29,35 +27,6 @@ def test_the_output_follows_the_masked_target(monkeypatch, model, case):
     step = Engine(model, case.steps, **MARS).draft(batch.paths, case.regex, *case.answer)
     logits = step.mask(logits_of(case, step.drafts))
     steps_v1.check_probes(monkeypatch, batch, step.drafts, logits)
-
-
-@pytest.mark.usefixtures("mended_kernels")
-def test_vllm_without_mars_is_biased(model):
-    """If this fails, `hooks.grammar` can go. p is (.5, .5, 0), q is (.4, .1, .5)."""
-    num_draws, q = 1 << 16, torch.tensor([0.4, 0.1, 0.5])
-    generator = torch.Generator().manual_seed(0)
-    sampled = q.multinomial(num_draws, replacement=True, generator=generator)
-    served = {}
-    for options in {}, MARS:
-        step = Engine(model, 1, **options).draft([[0], [1], [2]], "a[ab]{9}", 0)
-        drafts = [step.drafts[x] for x in sampled.tolist()]
-        metadata = steps_v1.metadata_of(drafts)
-        p = step.mask(torch.zeros(sum(len(draft) + 1 for draft in step.drafts), 3))[:1].softmax(-1)
-        bonus = p[0].multinomial(num_draws, replacement=True, generator=generator)
-        tokens = rejection_sample(
-            metadata.draft_token_ids,
-            metadata.num_draft_tokens,
-            metadata.max_spec_len,
-            metadata.cu_num_draft_tokens,
-            q.expand(sum(map(len, drafts)), -1).contiguous(),
-            p.log().expand(sum(map(len, drafts)), -1).contiguous(),
-            bonus[:, None].int(),
-            steps_v1.sampling([1.0] * num_draws),
-        )
-        served[not options] = tokens[:, 0].long().bincount(minlength=3) / num_draws
-    tolerance = {"atol": 0.01, "rtol": 0}
-    torch.testing.assert_close(served[True], torch.tensor([0.65, 0.35, 0]), **tolerance)
-    torch.testing.assert_close(served[False], torch.tensor([0.5, 0.5, 0]), **tolerance)
 
 
 def test_fixed_and_greedy_drafts_are_cut_as_in_vllm(model):

@@ -7,7 +7,7 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 
-from benchmarks.step_v2 import RunnerV2, Shape, step_of, tokens_of
+from benchmarks.step_v2 import RunnerV2, Shape, step_of
 from steps_v2 import Allocated
 from vllm_mars import MarsConfig
 from vllm_mars.releases import draws_anew
@@ -117,15 +117,3 @@ def test_requests_with_mars_return_are_known_until_they_end():
     assert requests.returns(slots[:3]) == {}
     requests.leave([], ["3"], Counters(K, CPU))
     assert requests.returns(slots) == {}
-
-
-@pytest.mark.parametrize("is_probabilistic", [False, True])
-def test_a_step_of_the_runner_verifies_as_the_benchmark_of_the_kernels(is_probabilistic):
-    """`RunnerV2` and `Step.verification` verify the same step."""
-    step = step_of(Shape(1.0, is_probabilistic, BATCH, K, 97), CPU)
-    runner = RunnerV2(step, "block" if is_probabilistic else "standard")
-    runner.step()
-    tokens = runner.sampled.sampled_token_ids
-    is_padding = torch.arange(K + 1) >= runner.sampled.num_sampled[:, None]
-    expected = tokens_of(step.verification("block" if is_probabilistic else "standard"))
-    assert torch.equal(tokens.masked_fill(is_padding, -1), expected)

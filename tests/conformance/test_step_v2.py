@@ -2,7 +2,6 @@
 
 import gc
 import math
-import unittest.mock
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from benchmarks.step_v2 import Request, Step
 from steps_v2 import GREEDY, LENGTHS, MIXED, SAMPLED, each, emitted, params, random_step
 from vllm_mars import MarsConfig
 from vllm_mars.kernels.accept import fused as accept_kernel
-from vllm_mars.kernels.interface import Verdict
 from vllm_mars.releases import draws_anew
 
 pytestmark = pytest.mark.interpreted
@@ -100,14 +98,15 @@ def test_theta_1_is_vllm(setting, with_draft_logits):
 
 
 @pytest.mark.parametrize("max_chunk_bytes", [2**30, 97 * 4 * 8])
-def test_each_request_gets_its_logprobs(monkeypatch, max_chunk_bytes):
-    """The top logprobs, or named tokens' (which vLLM omits); log m for the sampled token."""
+@pytest.mark.parametrize("is_served", [False, True])
+def test_each_request_gets_its_logprobs(monkeypatch, max_chunk_bytes, is_served):
+    """The top logprobs, or named tokens' (which vLLM omits), and the token's log p or log m."""
     monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", max_chunk_bytes)
     options = ({"logprobs": 2}, {"logprob_token_ids": [5, 7, 9]}, {}, {"logprobs": 0})
     samplings = [params(t, 3, **options[i % 4]) for i, t in enumerate(MIXED)]
     step = random_step(1, samplings, LENGTHS, ranks=(0, 1, 2))
     output = step.run(
-        MarsConfig(price=2.0, strict_opening=0, logprobs="sampled"),
+        MarsConfig(price=2.0, strict_opening=0, logprobs="sampled" if is_served else "target"),
         logprobs_mode="processed_logprobs",
     )
     tensors, ratios = output.logprobs_tensors, []
@@ -121,10 +120,12 @@ def test_each_request_gets_its_logprobs(monkeypatch, max_chunk_bytes):
             )
             ids = tensors.logprob_token_ids[row, : 1 + len(named)]
             assert ids.tolist() == [token, *named]
+            rank = (expected > expected[token]).sum() + 1
+            assert tensors.selected_token_ranks[row] == rank
             excess = tensors.logprobs[row, : 1 + len(named)] - expected[ids]
             ratios.append(excess[0])
             torch.testing.assert_close(excess, (ids == token) * excess[0], atol=1e-5, rtol=0)
-    assert max(map(abs, ratios)) > 0.1
+    assert max(map(abs, ratios)) > 0.1 if is_served else max(map(abs, ratios)) < 1e-5
 
 
 def test_logprobs_of_cut_drafts_are_indexed_on_the_device():
@@ -166,71 +167,27 @@ def test_an_unfinished_prefill_emits_nothing():
         assert output.num_sampled[1] == output.num_rejected[1] == 0
 
 
-def test_no_relaxed_token_repeats_a_longer_ngram_than_the_argmax():
-    """N-grams of the prompt may be repeated."""
-    prompt = np.random.default_rng(0).integers(0, 3, 30).tolist()
-    relaxed = repeated = 0
-    for seed in range(12):
-        step = random_step(seed, each(GREEDY), LENGTHS, vocab=3, ranks=(0, 1, 1))
-        rng = np.random.default_rng(seed)
-        for request in step.requests:
-            answer = rng.integers(0, 3, rng.integers(1, 24)).tolist()
-            request.tokens, request.prompt_len = prompt + answer, len(prompt)
-        output = step.run(MarsConfig(price=1000.0, strict_opening=0))
-        expected, row = [], 0
-        for request in step.requests:
-            answer = request.tokens[len(prompt) :]
-            *rows, last = step.logits[row : row + len(request.drafts) + 1].tolist()
-            row += len(rows) + 1
-            bonus = oracle.argmax(last)
-            blocked = []
-            for position, (draft, logits) in enumerate(zip(request.drafts, rows, strict=True)):
-                before = [*answer, *request.drafts[:position]]
-                first = oracle.repeats(before, oracle.argmax(logits))
-                blocked.append(Verdict.REPEAT * (oracle.repeats(before, draft) > first))
-            verified = oracle.verify(rows, request.drafts, bonus, price=1000.0, blocked=blocked)
-            expected.append(verified.tokens)
-            relaxed += verified.relaxed
-            unguarded = oracle.verify(rows, request.drafts, bonus, price=1000.0)
-            repeated += verified.tokens != unguarded.tokens
-        assert emitted(output) == expected
-    assert relaxed > 0
-    assert repeated > 0
-
-
 @pytest.mark.parametrize("config", [MarsConfig(theta=1.0), MarsConfig(theta=0.6)])
 @pytest.mark.parametrize("setting", ["greedy", "mixed logprobs"])
 def test_chunks_change_nothing(monkeypatch, setting, config):
     """A chunk holds whole requests, even if the limit is smaller."""
     step = random_step(2, SETTINGS[setting], LENGTHS, with_draft_logits=True)
     whole = step.run(config)
-    for limit, chunks in ((1, 5), (5, 3), (11, 2)):
+    for limit in (1, 5, 11):
         monkeypatch.setattr(rejection_sampler, "get_max_chunk_logits", lambda _, n=limit: n)
-        sampler = step.sampler(config)
-        verify = unittest.mock.Mock(wraps=sampler._verify)
-        monkeypatch.setattr(sampler, "_verify", verify)
-        output = sampler(step.logits.clone(), step.batch(), step.draft_logits)
-        assert verify.call_count == chunks
-        assert_equal(whole, output)
+        assert_equal(whole, step.run(config))
 
 
 @pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
 @pytest.mark.parametrize("with_draft_logits", [False, True])
 def test_invalid_drafts_are_rejected(temperatures, with_draft_logits):
-    """At theta 1 as in vLLM, and at any theta."""
+    """As in vLLM; the fuzz compares other rules with the oracle."""
     for seed in range(3):
         step = random_step(seed, each(temperatures), LENGTHS, with_draft_logits=with_draft_logits)
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
         vllms = step.run(None, invalid_drafts=invalid)
         mars = step.run(MarsConfig(theta=1.0), invalid_drafts=invalid)
         assert_equal(vllms, mars)
-        relaxed = step.run(MarsConfig(theta=0.01), invalid_drafts=invalid)
-        row = 0
-        for request, tokens in zip(step.requests, emitted(relaxed), strict=True):
-            count = len(request.drafts)
-            bad = invalid[row + 1 : row + 1 + count].tolist()
-            assert len(tokens) - 1 <= (bad.index(True) if True in bad else count)
-            row += count + 1
 
 
 @pytest.mark.parametrize("price", [0.0, 0.5])
@@ -247,21 +204,6 @@ def test_a_seed_repeats_its_tokens(price, with_draft_logits):
     assert run(1, 2, 3, 4, 5) == once
     other = run(1, 9, 8, 7, 6)
     assert other[0] == once[0] and other[1:] != once[1:]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_a_relaxed_token_has_the_targets_logprobs(mode, temperature):
-    logits = torch.tensor([[1.9, 2.0, 0.5, 0.0], [0.0, 3.0, 0.0, 0.0]])
-    step = Step([Request(params(temperature, 1, logprobs=2), [0], [3, 1, 2, 1])], logits)
-    output = step.run(MarsConfig(theta=0.9), logprobs_mode=mode)
-    assert emitted(output)[0][0] == 0
-    scale = temperature if mode == "processed_logprobs" and temperature else 1.0
-    expected = (logits[0] / scale).log_softmax(-1)
-    tensors = output.logprobs_tensors
-    assert tensors.logprob_token_ids[0].tolist() == [0, 1, 0]
-    torch.testing.assert_close(tensors.logprobs[0], expected[torch.tensor([0, 1, 0])])
-    assert tensors.selected_token_ranks[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -315,6 +257,7 @@ def test_random_steps_equal_the_oracle(number):
     assert fuzz.check(np.random.default_rng([7, number])) is None
 
 
-def test_the_comparison_detects_a_wrong_rule(monkeypatch):
-    monkeypatch.setattr(oracle, "is_relaxed", lambda *row: False)
+@pytest.mark.parametrize("function", ["is_relaxed", "repeats"])
+def test_the_comparison_detects_a_wrong_rule(monkeypatch, function):
+    monkeypatch.setattr(oracle, function, lambda *_: False)
     assert any(fuzz.check(np.random.default_rng([7, number])) for number in range(24))

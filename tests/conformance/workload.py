@@ -24,11 +24,11 @@ RELAXED = {
 Request = tuple[list[int] | str, dict[str, Any]]
 
 
-def draft_model(models: Path, **options: Any) -> dict[str, Any]:
+def draft_model(draft: Path, **options: Any) -> dict[str, Any]:
     """A draft model with probabilistic drafts."""
     return {
         "method": "draft_model",
-        "model": str(models / "draft"),
+        "model": str(draft),
         "num_speculative_tokens": 3,
         "draft_sample_method": "probabilistic",
         **options,
@@ -111,11 +111,7 @@ def every_kind(longest: int = 20) -> dict[str, Request]:
 def long_prompts(length: int, tokens: int, seed: int | None) -> dict[str, Request]:
     """Prompts that are too long for one step.
 
-    Args:
-        length: tokens of each prompt.
-        tokens: output tokens.
-        seed: of sampled requests. vLLM's V1 on a CPU fails if it splits a prompt with a seed, since
-    torch's CPU generator has no offset; None avoids that.
+    vLLM's V1 on a CPU fails if it splits a prompt with a seed: torch's CPU generator has no offset.
     """
     kinds = {
         "greedy": greedy(max_tokens=tokens),
@@ -167,11 +163,9 @@ def run(
     """Answers the batches with one engine.
 
     Args:
-        speculative_config: vLLM's, with or without the options of MARS.
         batches: the requests of each call of `generate`.
         v2: runs Model Runner V2 in Triton's interpreter.
         costs: see `adaptive.py`; None without adaptive verification.
-        timeout: seconds.
         **engine: arguments of vLLM's LLM; at least `model`.
 
     Returns:
@@ -217,7 +211,6 @@ def run(
 
 
 def accepted_share(result: dict[str, Any], batch: int) -> float:
-    """Acceptance rate of one batch."""
     before = result["metrics"][batch - 1] if batch else {}
 
     def count(kind: str) -> float:

@@ -54,7 +54,7 @@ def as_call(logits, drafts, parents, sizes, root_rows, node_rows, **options):
     }
 
 
-def random_call(seed, rule=None, **options):
+def random_call(seed):
     """A ragged batch of trees with few distinct logits, so that ties are common."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, 9, rng.integers(1, 4)).tolist()
@@ -78,13 +78,13 @@ def random_call(seed, rule=None, **options):
                 parent = int(rng.choice([parent, node, node + 1, -2, 1000]))
             drafts.append(draft)
             parents.append(parent)
-    rule = rule or str(rng.choice(list(VALUES)))
+    rule = str(rng.choice(list(VALUES)))
     arguments = {
         rule: torch.tensor(rng.choice(VALUES[rule], len(sizes)), dtype=torch.float32),
         "prefer": str(rng.choice(["draft", "target", "longest"])),
         "protected": torch.from_numpy(rng.random(vocab) < 0.1) if rng.random() < 0.5 else None,
     }
-    return as_call(logits, drafts, parents, sizes, root_rows, node_rows, **arguments | options)
+    return as_call(logits, drafts, parents, sizes, root_rows, node_rows, **arguments)
 
 
 def judged(call, request, rows, drafts):

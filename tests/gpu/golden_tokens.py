@@ -69,7 +69,6 @@ def written(kind: str) -> list:
 
 
 def write(steps_of: dict[str, list]) -> None:
-    """Writes the file, one line per kind."""
     lines = [
         f'"{kind}": {json.dumps(entries, separators=(",", ":"))}'
         for kind, entries in steps_of.items()

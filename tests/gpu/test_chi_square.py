@@ -42,11 +42,7 @@ def rows():
 
 
 def first_tokens(num, is_probabilistic):
-    """Samples the first token of requests with equal rows and different seeds.
-
-    Returns:
-        Counts of the tokens, m, and p.
-    """
+    """Samples the first token of requests with equal rows; returns counts, m and p."""
     target, draft = rows()
     q = (draft / DRAFT_TEMPERATURE).softmax(-1)
     fixed = target[:LENGTH].topk(3).indices[:, 2]

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from engines import MARS, engine_config
 from vllm_mars import MarsConfig, releases
 from vllm_mars.hooks import compat
 from vllm_mars.hooks import patches as hooks
-from vllm_mars.hooks.arguments import extract_config
 from vllm_mars.hooks.pickled import PickledConfig
+from vllm_mars.options.config import config_of
 
 
 def test_every_difference_is_named(monkeypatch):
@@ -102,66 +103,27 @@ def test_a_vllm_that_ray_cannot_serve_is_refused():
     assert "install vLLM 0.32 on every node, or run `vllm serve` for each" in refused.stderr
 
 
-class Options:
-    """Replaces vLLM's `EngineArgs`."""
-
-    def __init__(self):
-        mars = {"rejection_sample_method": "mars", "mars_theta": 0.9}
-        self.speculative_config = {"method": "ngram", **mars}
-        self.additional_config = {}
-        self.reasoning_parser = self.reasoning_config = self.structured_outputs_config = None
-
-
-class Model:
-    def get_vocab_size(self):
-        return 100
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    """The warnings of `releases`, each with its arguments filled in."""
-    import vllm.logger
-
-    messages = []
-    init_logger = vllm.logger.init_logger
-
-    class Logger:
-        def warning_once(self, text, *arguments):
-            messages.append(text % arguments)
-
-    # Modules of vLLM that are imported meanwhile need a real logger.
-    monkeypatch.setattr(
-        vllm.logger,
-        "init_logger",
-        lambda name: Logger() if name.endswith("vllm_mars.releases") else init_logger(name),
-    )
-    return messages
-
-
-def test_a_newer_version_is_warned_of(monkeypatch, warnings):
+def test_a_newer_version_is_warned_of(tiny_model, monkeypatch, caplog):
     import vllm
 
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     releases.check_version("0.33.1.dev3+cpu")
-    assert not warnings
+    assert not caplog.text
     monkeypatch.setattr(vllm, "__version__", version := "0.34.0")
-    options = Options()
-    extract_config(options, Model())
-    assert options.additional_config["mars"].config.theta == 0.9
-    assert warnings == [
+    assert config_of(engine_config(tiny_model, MARS)).max_loss == 0.02
+    assert (
         f"vLLM {version} is newer than the releases that vllm-mars knows (0.32 and 0.33); its "
         "interfaces are checked at start, its behaviour is untested."
-    ]
+    ) in caplog.text
 
 
-def test_a_front_end_with_other_interfaces_is_refused(monkeypatch):
+def test_a_front_end_with_other_interfaces_is_refused(tiny_model, monkeypatch):
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     monkeypatch.setattr(PrometheusStatLogger, "record", lambda self, step: None)
-    options = Options()
     message = r"\(front end\): .*PrometheusStatLogger.record takes \(step\), but \(scheduler_stats"
     with pytest.raises(RuntimeError, match=message):
-        extract_config(options, Model())
-    assert "mars" not in options.additional_config
+        engine_config(tiny_model, MARS)
 
 
 def test_a_server_with_other_interfaces_is_refused_at_start(monkeypatch):

@@ -12,28 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from engines import MARS, NGRAM, engine_config
 from vllm_mars import MarsConfig
 from vllm_mars.hooks.plugin import HOOKS, VARIABLES
 from vllm_mars.models.draft_head import PACKAGED_HEAD
-from vllm_mars.models.drafts import NGRAM_CONFIG
 from vllm_mars.options.config import config_of
-
-NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 4}
-MARS = {**NGRAM, "rejection_sample_method": "mars"}
-
-
-def engine_config(model, speculative_config, **options):
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = EngineArgs(
-        model=str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        speculative_config=speculative_config,
-        **options,
-    )
-    return arguments.create_engine_config()
 
 
 def test_import_is_light():

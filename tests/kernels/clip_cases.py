@@ -39,7 +39,6 @@ class Rows(NamedTuple):
 
 
 def clip_rows(target, draft, prices, preserved=PRESERVED):
-    """Clips with the torch reference, row by row."""
     clipped = [
         clip_row(
             row,

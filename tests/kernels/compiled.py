@@ -21,15 +21,12 @@ TARGETS = {
 
 
 class Launch(NamedTuple):
-    """A recorded kernel launch."""
-
     kernel: JITFunction
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """Name of the kernel."""
         return self.kernel.fn.__name__
 
     def __getitem__(self, name: str) -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_mars import MarsConfig
@@ -14,7 +14,6 @@ from vllm_mars.kernels.interface import MAX_FOLLOWERS, Verdict
 
 
 def strictness(config, *tokens, scope=0):
-    """Whether each of the tokens is verified strictly."""
     tracker, strict = MarkerTracker(config), []
     state = tracker.initial_state(())
     for token in tokens:
@@ -157,6 +156,7 @@ def test_without_turns_a_prompts_open_spans_may_be_unknown(name):
     assert MarkerTracker(MarsConfig(strict_opening=3)).is_known(None)
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 12), min_size=65, max_size=300),
     state=st.sampled_from([0, 1, 3, THINKING, THINKING + 1, 9 * OPENING_UNIT]),
@@ -208,6 +208,7 @@ def test_repeated_ngrams(answer, draft, expected):
     assert [*NgramIndex(4).before(answer, draft)] == expected == repeated(4, answer, draft)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5), st.lists(st.tuples(TOKENS, TOKENS), max_size=5))
 def test_the_index_equals_brute_force_as_the_answer_grows(length, steps):
     index, answer = NgramIndex(length), []

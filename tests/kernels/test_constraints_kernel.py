@@ -8,7 +8,6 @@ import torch
 
 from calls import listed
 from vllm_mars import MarsConfig
-from vllm_mars.kernels.constraints import fused as constraints_kernel
 from vllm_mars.kernels.constraints.fused import compute_constraints
 from vllm_mars.kernels.constraints.markers import MarkerTracker
 from vllm_mars.kernels.constraints.naive import NgramIndex, cpu_constraints
@@ -21,7 +20,6 @@ from vllm_mars.kernels.interface import (
     Verdict,
     VerifyInputs,
 )
-from vllm_mars.kernels.row_stats.fused import bucket_size
 
 pytestmark = pytest.mark.interpreted
 
@@ -36,9 +34,7 @@ def ids(values) -> torch.Tensor:
 class Batch:
     """Requests in slots that start, grow, lose tokens and end, with the reference's constraints.
 
-    Args:
-        vocab: size of the vocabulary, whose first 7 tokens may be markers.
-        ngram: length of the longest n-gram; 0 disables the check for repeats.
+    The first 7 tokens may be markers; `ngram` is the length of the longest n-gram, or 0.
     """
 
     def __init__(
@@ -101,7 +97,6 @@ class Batch:
                 self.answers[slot] += self.tokens(int(rng.integers(0, 9)))
 
     def expected(self, slot: int, draft: list[int]) -> list[tuple]:
-        """The reference's constraints of a draft."""
         answer = self.answers[slot]
         state = self.tracker.advance(0, self.prompts[slot] + answer)
         scope = int(self.records.table[slot, Column.SCOPE])
@@ -121,7 +116,6 @@ class Batch:
         return [(*row[:2], {*row[2]}) for row in rows]
 
     def computed(self, slots, drafts) -> list[list[tuple]]:
-        """The kernel's constraints of drafts."""
         table = torch.full((SLOTS, CAPACITY), 1).int()
         prompt, total = torch.zeros((2, SLOTS)).int()
         for slot in range(SLOTS):
@@ -143,10 +137,6 @@ class Batch:
             pads_with_last_token=self.pads_with_last_token,
         )
         constraints = listed(compute_constraints(step, constraint_inputs), len(rows))
-        size = bucket_size(len(slots), 64), -(-logits.shape[1] // 32)
-        misses = constraints_kernel._none_seen.cache_info().misses
-        assert not constraints_kernel._none_seen(*size, logits.device).any(), "not cleared"
-        assert constraints_kernel._none_seen.cache_info().misses == misses, "not the kernel's"
         by_request = [
             constraints[end - len(draft) - 1 : end]
             for draft, end in zip(drafts, ends.tolist(), strict=True)
@@ -209,10 +199,7 @@ def test_too_many_followers_make_a_position_strict(count):
         (constraints,) = batch.computed([slot], [draft])
         assert constraints == batch.expected(slot, draft)
         # A follower in the draft itself can exceed the limit.
-        reason, repeats, followers = constraints[1]
-        fits = count <= MAX_FOLLOWERS
-        assert (reason, repeats) == (Verdict.REPEAT * (not fits), True)
-        assert len(followers) == count * fits
+        assert constraints[1][0] == Verdict.REPEAT * (count > MAX_FOLLOWERS)
 
 
 @pytest.mark.parametrize("count", [511, 513, 1_100])

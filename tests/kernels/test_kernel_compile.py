@@ -108,6 +108,21 @@ def count():
     count_drafted(ids(1, VOCAB), ONE.long(), ids(1, 5).long(), ids(()).long(), 1)
 
 
+ACCEPTED = {
+    "theta": ("theta", None),
+    "price": ("price", None),
+    "sampled theta": ("theta", SAMPLING),
+    "sampled price": ("price", SAMPLING),
+    "sampled, probabilistic": ("price", PROBABILISTIC),
+}
+# The temperature may divide the logits in these kernels.
+DIVIDED = {
+    "rows_kernel, sums": SAMPLING,
+    "clip_kernel": PROBABILISTIC,
+    "mass_kernel": PROBABILISTIC,
+    "resample_kernel": SAMPLING,
+    "resample_kernel, probabilistic": PROBABILISTIC,
+}
 # Calls of the samplers and the public functions, named by the kernel that is checked and its
 # options. Other kernels of a call are separate variants.
 VARIANTS = {
@@ -116,36 +131,26 @@ VARIANTS = {
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
     "rows_kernel, z1 only": partial(reduce, "price", rows()),
-    "rows_kernel, sums": partial(verify, "price", SAMPLING),
-    "rows_kernel, sums, divided": partial(verify, "price", SAMPLING, apply_temperature=True),
     "rows_kernel, odd stride": partial(reduce, "theta", rows(stride=ODD_STRIDE)),
-    "accept_kernel, theta": partial(verify, "theta"),
-    "accept_kernel, price": partial(verify, "price"),
-    "accept_kernel, sampled theta": partial(verify, "theta", SAMPLING),
-    "accept_kernel, sampled price": partial(verify, "price", SAMPLING),
-    "accept_kernel, sampled, probabilistic": partial(verify, "price", PROBABILISTIC),
-    "accept_kernel, theta, 16 drafts": partial(verify, "theta", most=16),
-    "accept_kernel, price, 16 drafts": partial(verify, "price", most=16),
-    "accept_kernel, sampled theta, 16 drafts": partial(verify, "theta", SAMPLING, most=16),
-    "accept_kernel, sampled price, 16 drafts": partial(verify, "price", SAMPLING, most=16),
-    "accept_kernel, sampled, probabilistic, 16 drafts": partial(
-        verify, "price", PROBABILISTIC, most=16
-    ),
-    "clip_kernel": partial(verify, "price", PROBABILISTIC),
+    **{
+        f"accept_kernel, {name}{', 16 drafts' * (most == 16)}": partial(
+            verify, *arguments, most=most
+        )
+        for name, arguments in ACCEPTED.items()
+        for most in (5, 16)
+    },
+    **{
+        f"{name}{', divided' * divided}": partial(
+            verify, "price", sampling, apply_temperature=divided
+        )
+        for name, sampling in DIVIDED.items()
+        for divided in (False, True)
+    },
     "clip_kernel, 16 drafts": partial(verify, "price", PROBABILISTIC, most=16),
-    "clip_kernel, divided": partial(verify, "price", PROBABILISTIC, apply_temperature=True),
-    "mass_kernel": partial(verify, "price", PROBABILISTIC),
-    "mass_kernel, divided": partial(verify, "price", PROBABILISTIC, apply_temperature=True),
-    "resample_kernel": partial(verify, "price", SAMPLING),
-    "resample_kernel, divided": partial(verify, "price", SAMPLING, apply_temperature=True),
-    "resample_kernel, probabilistic": partial(verify, "price", PROBABILISTIC),
-    "resample_kernel, probabilistic, divided": partial(
-        verify, "price", PROBABILISTIC, apply_temperature=True
-    ),
-    "constraints_kernel": partial(compute_constraints),
-    "ended_kernel": partial(count_ended),
-    "ratios_kernel": partial(add_log_ratios),
-    "count_kernel": partial(count),
+    "constraints_kernel": compute_constraints,
+    "ended_kernel": count_ended,
+    "ratios_kernel": add_log_ratios,
+    "count_kernel": count,
 }
 # Passes of a kernel over a row; the longest prefix of a variant's name applies.
 PASSES = {

@@ -50,7 +50,6 @@ class Steps:
         return torch.zeros(size + start, dtype=dtype)[start:].view(shape)
 
     def begin(self) -> None:
-        """Starts another engine."""
         self.vocab = self.choice(1_000, 4_096, 32_000, 32_001, 50_256)
         self.k = self.choice(1, 2, 5, 8, 11)
         protected = None
@@ -75,7 +74,6 @@ class Steps:
         return rows[first:, : self.vocab]
 
     def step(self) -> None:
-        """Launches a step."""
         batch = int(self.rng.integers(1, SLOTS + 1))
         size = batch + int(self.rng.integers(0, batch * self.k + 1))
         step = VerifyInputs(

@@ -14,7 +14,6 @@ PIECES = (Piece("The"), Piece(" red", 0.5), Piece(" fox <b>\n"), Piece("|", 0.25
 
 
 def mars(price, temperature=0.0, concurrency=1):
-    """A cell with a price."""
     config = {**NGRAM, "rejection_sample_method": "mars", "mars_price": price}
     return Cell(f"price {price:g}", config, temperature, concurrency)
 
@@ -34,36 +33,25 @@ def turn(
     return Record(*cell, repeat=repeat, block=block, measured=measured)
 
 
-def stalled(record, seconds):
-    """The same turn, if the machine stalls during its first answer."""
-    first, *others = record.measured.answers
-    answers = (dataclasses.replace(first, seconds=first.seconds + seconds), *others)
-    total = record.measured.seconds + seconds
-    measured = dataclasses.replace(record.measured, seconds=total, answers=answers)
-    return dataclasses.replace(record, measured=measured)
-
-
-def joined(records):
-    """One turn with the answers of all records."""
-    answers = tuple(answer for record in records for answer in record.measured.answers)
-    total = sum(record.measured.seconds for record in records)
+def joined(records, stall=0.0):
+    """One turn with the answers of all records, the first of which takes `stall` seconds longer."""
+    first, *others = (answer for record in records for answer in record.measured.answers)
+    answers = (dataclasses.replace(first, seconds=first.seconds + stall), *others)
+    total = stall + sum(record.measured.seconds for record in records)
     measured = dataclasses.replace(records[0].measured, seconds=total, answers=answers)
     return dataclasses.replace(records[0], measured=measured)
 
 
 def failed(cell, reason):
-    """A turn that failed."""
     return dataclasses.replace(turn(cell), measured=None, reason=reason)
 
 
 def write_prompts(path, prompts):
-    """Writes a prompt file and returns its path as text."""
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return str(path)
 
 
 def write_sweep(path, records, baseline="standard"):
-    """Writes a sweep's file and returns its path."""
     append_line(path, dataclasses.asdict(RunHeader(SETTINGS, baseline, RUN)))
     for record in records:
         append_line(path, dataclasses.asdict(record))

@@ -173,7 +173,6 @@ def test_the_conclusion_follows_the_figures(tmp_path):
     records = [turn(STANDARD), turn(mars(0.3), lost=0.42)]
     base, row = rows(read_sweep(write_sweep(tmp_path / "s.jsonl", records)))
     for speed, text in (
-        (Interval(1.2, 1.1, 1.3), "came 1.20 (1.10 to 1.30) times as fast: price 0.3 is faster."),
         (Interval(0.8, 0.7, 0.9), "0.80 (0.70 to 0.90) times as fast: price 0.3 is slower."),
         (None, "the speed was not measured"),
     ):
@@ -252,65 +251,12 @@ def test_a_demo_that_is_ended_ends_its_servers(tmp_path, model):
 
 @pytest.mark.engine
 @pytest.mark.nightly
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("turns", [0, 1])
-def test_an_interrupted_demo_resumes(tmp_path, model, turns):
-    """After an interrupt while its servers start, or after a turn."""
-    mark, output = uuid.uuid4().hex, tmp_path / "out" / "demo.jsonl"
-    process = start_demo(tmp_path, model, mark)
-
-    def is_far_enough():
-        lines = output.read_bytes().count(b"\n") if output.exists() else 0
-        return lines > turns and len(marked(mark)) > 2
-
-    wait_until(is_far_enough, 300, "servers or a turn")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err
-    assert marked(mark) == []
-
-    process = start_demo(tmp_path, model, mark)
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    assert marked(mark) == []
-    file = read_sweep(output)
-    assert len(file.records) == 4 and len(file.heads) == 2
-    for record in file.records:
-        assert len(record.measured.answers) == 3
-    assert "temperature 0.7, 1 request at a time, 3 answers" in out
-    assert "This short form shows that it works, not how fast" in out
-    lines = [line for line in err.splitlines() if "other work" not in line]
-    starting = int(lines[0].split()[-3])
-    assert lines[0].startswith("4 turns, ") and lines[0].endswith(" servers start")
-    assert lines[1] == f"waiting for {starting} servers to start"
-    assert f"server {starting} of {starting} answers, " in err
-    assert f"measuring {4 - turns} turns of 8 prompts or fewer" in err
-    assert "] block 1 of 1, MARS, T 0.7, " in err and " s a turn, 0:00:00 left" in err
-
-    process = start_demo(tmp_path, model, mark)
-    again, err = process.communicate(timeout=60)
-    assert again == out and "all 4 turns are in" in err
-
-
-@pytest.mark.engine
-@pytest.mark.nightly
-def test_a_server_that_dies_is_reported(tmp_path, model):
-    mark = uuid.uuid4().hex
-    process = start_demo(tmp_path, model, mark, "--server-arg=--no-such-option")
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 1
-    assert "vLLM ended while starting" in err and "--no-such-option" in err
-    assert "Traceback" not in err.split("--- the end of")[0]
-    assert marked(mark) == []
-
-
-@pytest.mark.engine
-@pytest.mark.nightly
 def test_the_short_form_of_the_packaged_model_with_its_head(tmp_path, packaged_model):
     output = tmp_path / "demo.jsonl"
     process = start("-m", "vllm_mars.cli", "demo", "--short", "--output", output)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
+    assert "4 turns, " in err and "This short form shows that it works, not how fast" in out
     check(read_sweep(output))
     # A tiny model's words have no spaces.
     example, *_ = changed(read_sweep(output))

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from sweep_files import STANDARD, failed, joined, mars, stalled, turn, write_sweep
+from sweep_files import STANDARD, failed, joined, mars, turn, write_sweep
 from vllm_mars.lab.measure import pieces
 from vllm_mars.lab.records import Piece, read_sweep
 from vllm_mars.lab.rows import (
@@ -96,11 +96,10 @@ def test_one_block_has_no_interval(tmp_path):
 def test_one_stall_of_the_machine_hardly_matters(tmp_path):
     """One of 16 answers takes 44 s longer; the others are equal."""
     records = [
-        joined([turn(cell, block) for block in blocks])
-        for cell in (STANDARD, mars(0.3))
-        for blocks in ((0, 3, 4, 7), (1, 2, 5, 6))
+        joined([turn(cell, block) for block in blocks], stall)
+        for cell, stalls in ((STANDARD, (0, 0)), (mars(0.3), (0, 44)))
+        for blocks, stall in zip(((0, 3, 4, 7), (1, 2, 5, 6)), stalls, strict=True)
     ]
-    records[-1] = stalled(records[-1], 44.0)
     row = rows_of(tmp_path / "s.jsonl", records)["price 0.3"]
     assert row.speed.value == pytest.approx(1, abs=0.1) and row.speed.low > 0.8
     assert row.time.high < 1.5

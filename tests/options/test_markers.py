@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines import MARS, resolved
+from engines import MARS, engine_config, resolved
 from vllm_mars.options import markers
 from vllm_mars.options.config import config_of
 
@@ -46,19 +46,10 @@ def test_the_tool_parsers_markers_are_the_default(packaged_model, monkeypatch):
 
 def test_the_tool_parser_of_an_engine_without_a_command_line(packaged_model, monkeypatch):
     """Ray Serve creates engines without a command line."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
     monkeypatch.setattr(markers, "_spans_of_tool_parser", lambda name, _: ((len(name), None),))
-    arguments = AsyncEngineArgs(
-        model=str(packaged_model),
-        dtype="float32",
-        max_model_len=512,
-        speculative_config={**MARS, "mars_theta": 0.9},
-        additional_config={"mars_tool_call_parser": "hermes"},
-    )
-    assert config_of(arguments.create_engine_config()).strict_spans == ((6, None),)
+    parser = {"mars_tool_call_parser": "hermes"}
+    config = config_of(engine_config(packaged_model, MARS, additional_config=parser))
+    assert config.strict_spans == ((6, None),)
 
 
 def test_a_tool_parser_without_markers_is_warned_of(packaged_model, warnings):
@@ -88,37 +79,23 @@ def test_the_thinking_section_is_vllms(packaged_model, warnings):
 
 
 def test_every_option_for_the_thinking_section_is_read(packaged_model, monkeypatch):
-    from vllm.config import StructuredOutputsConfig
-    from vllm.reasoning import ReasoningParserManager
-
-    class Parser:
-        reasoning_start_str, reasoning_end_str = START, END
-
-        def __init__(self, tokenizer):
-            pass
-
-    monkeypatch.setattr(ReasoningParserManager, "get_reasoning_parser", lambda name: Parser)
-    for options in (
-        {"reasoning_parser": "any"},
-        {"structured_outputs_config": StructuredOutputsConfig(reasoning_parser="any")},
-        {"reasoning_config": {"reasoning_parser": "any"}},
-        {"reasoning_config": {"reasoning_start_str": START, "reasoning_end_str": END}},
-    ):
-        config = resolved(packaged_model, {}, **options)
-        assert [config.thinking_end] == ids_of(packaged_model, END), options
-
-
-def test_the_readmes_reasoning_parser_knows_the_thinking_section(packaged_model, monkeypatch):
-    """Adds the markers of Qwen3's tokenizer to the packaged model's."""
+    """With Qwen3's reasoning parser and the markers of its tokenizer."""
     from transformers import AutoTokenizer
-    from vllm.config import reasoning
+    from vllm.config import StructuredOutputsConfig, reasoning
 
+    start, end = "<think>", "</think>"
     tokenizer = AutoTokenizer.from_pretrained(packaged_model)
-    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_tokens([start, end])
     monkeypatch.setattr(reasoning, "cached_tokenizer_from_config", lambda model_config: tokenizer)
-    config = resolved(packaged_model, {"mars_scope": "answer"}, reasoning_parser="qwen3")
-    section = [config.thinking_start, config.thinking_end]
-    assert section == tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    for options in (
+        {"reasoning_parser": "qwen3"},
+        {"structured_outputs_config": StructuredOutputsConfig(reasoning_parser="qwen3")},
+        {"reasoning_config": {"reasoning_parser": "qwen3"}},
+        {"reasoning_config": {"reasoning_start_str": start, "reasoning_end_str": end}},
+    ):
+        config = resolved(packaged_model, {"mars_scope": "answer"}, **options)
+        section = [config.thinking_start, config.thinking_end]
+        assert section == tokenizer.convert_tokens_to_ids([start, end]), options
 
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "kimi_k2", "gemma4", "hermes", "ernie45"])

@@ -5,6 +5,7 @@ Tokenizers and templates are small and have the families' special tokens.
 
 import itertools
 import re
+import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,12 +35,9 @@ class Family(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-EACH = "{% for m in messages %}"
-NO_LIST = "{% if m.content is not string %}{{ raise_exception('a text') }}{% endif %}"
-ROLE = "{{ 'model' if m.role == 'assistant' else m.role }}"
 FAMILIES = {
     "Qwen": Family(
-        EACH + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
         ("<|im_end|>",),
         ("<tool_call>", '{"name": "f", <|fim_middle|>', "</tool_call>"),
@@ -61,12 +59,6 @@ FAMILIES = {
         ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "<｜tool▁calls▁end｜>"),
     ),
-    "Gemma": Family(
-        "<bos>" + EACH + "<start_of_turn>" + ROLE + "\n{{ m.content | trim }}<end_of_turn>\n"
-        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        ("<end_of_turn>",),
-        ("<|tool_call>", 'call:f{<|"|>a<|"|>', "<tool_call|>"),
-    ),
     "GLM": Family(
         "[gMASK]<sop>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
         "{% else %}<|assistant|>\n<think></think>\n{{ m.content.strip() }}{% endif %}{% endfor %}"
@@ -74,17 +66,6 @@ FAMILIES = {
         ("<|assistant|>", "<|user|>"),
         ("<tool_call>", "f\n<arg_key>a</arg_key>\n<arg_value>", "</tool_call>"),
         ("<|observation|>",),
-    ),
-    "Kimi": Family(
-        EACH + "<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}",
-        ("<|im_end|>",),
-        (
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{",
-            "<|tool_calls_section_end|>",
-        ),
-        ("<|im_user|>", "<|im_assistant|>"),
     ),
 }
 CHAT = [
@@ -95,12 +76,9 @@ CHAT = [
 
 
 @pytest.fixture
-def model(tmp_path_factory):
+def model(tmp_path):
     """A new path for each test, because vLLM caches tokenizers by path."""
-    return tmp_path_factory.mktemp("model") / str(next(NUMBERS))
-
-
-NUMBERS = itertools.count()
+    return tmp_path / uuid.uuid4().hex
 
 
 def write(directory, template, *texts):

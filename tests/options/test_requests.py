@@ -50,6 +50,7 @@ OPT_IN = MarsConfig(max_loss=0, limit=0.5)
 # Servers that know the markers of the thinking section.
 THINKS = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8)
 STRICT_ANSWER = MarsConfig(max_loss=0.5, thinking_start=7, thinking_end=8, scope="thinking")
+GRAMMAR = StructuredOutputsParams(regex="a+")
 ANOTHER = "names another rule than this server's; choose"
 
 
@@ -87,11 +88,17 @@ def served_with(config):
         (OPT_IN, {"mars_max_loss": 0.1}, math.inf),
         (OPT_IN, {"mars_max_loss": 0.1, "mars_price": 3}, 3.0),
         (OPT_IN, {"mars_price": 3}, 0.0),
+        # From a file of overrides.
+        (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, 0.0),
     ],
 )
 def test_values(config, extra_args, expected):
-    value = options_of(params(**extra_args), config).value
+    request, constrained = params(**extra_args), params(**extra_args)
+    constrained.structured_outputs = GRAMMAR
+    value = options_of(request, config).value
     assert value == expected and isinstance(value, float)
+    table = torch.tensor([record_of(request, config), record_of(constrained, config)])
+    assert Records(table).relaxes.tolist() == [value != config.rule.strict, False]
 
 
 @pytest.mark.parametrize(
@@ -176,13 +183,6 @@ def test_a_limit_applies_to_the_bound_under_every_rule(rule):
         check_options(params(mars_max_loss=0.03), config)
 
 
-def test_a_request_may_choose_a_smaller_bound():
-    assert options_of(params(), THETA).max_loss == math.inf
-    assert options_of(params(mars_max_loss=7), THETA).max_loss == 7
-    assert options_of(params(), BOUND).max_loss == 0.5
-    assert options_of(params(mars_max_loss=0.5), BOUND).max_loss == 0.5
-
-
 @pytest.mark.parametrize(
     ("temperature", "is_probabilistic", "expected"),
     [
@@ -229,28 +229,6 @@ def test_a_bound_of_0_is_strict(config):
     assert options_of(params(), server) == strict
     record = record_of(params(), server)
     assert record[: Column.MAX_TOKENS] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("config", "extra_args", "is_relaxable"),
-    [
-        (BOUND, {}, True),
-        (BOUND, {"mars_max_loss": 0}, False),
-        # From a file of overrides.
-        (BOUND, {OVERRIDES: {"mars_max_loss": 0}}, False),
-        (OPT_IN, {}, False),
-        (OPT_IN, {"mars_max_loss": 0.02}, True),
-        (PRICE, {"mars_price": 0}, False),
-        (PRICE, {}, True),
-        (THETA, {"mars_theta": 1}, False),
-        (THETA, {}, True),
-    ],
-)
-def test_relaxable_requests(config, extra_args, is_relaxable):
-    request, constrained = params(**extra_args), params(**extra_args)
-    constrained.structured_outputs = StructuredOutputsParams(regex="a+")
-    table = torch.tensor([record_of(request, config), record_of(constrained, config)])
-    assert Records(table).relaxes.tolist() == [is_relaxable, False]
 
 
 VALUES = st.recursive(
@@ -350,29 +328,12 @@ def test_the_lock_holds_for_requests(monkeypatch):
         check_request(params(**strict), served_with(OPT_IN))
 
 
-def test_structured_output():
-    config = MarsConfig(theta=0.85)
-    constrained = SamplingParams(
-        structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"mars_theta": 0.85}
-    )
-    options = options_of(constrained, config)
-    assert options.value == 1
-    assert in_force(options, config) == {"theta": 1.0, "strict": "structured_outputs"}
-
-
-def test_a_request_with_too_many_stop_tokens_is_strict():
-    for number, strict in ((MAX_STOP_IDS - 1, False), (MAX_STOP_IDS, True)):
-        request = SamplingParams(stop_token_ids=[*range(number)])
-        expected = {"price": 0.0, "strict": "stop_token_ids"} if strict else {"price": 0.5}
-        assert in_force(options_of(request, PRICE), PRICE) == expected
-
-
 def test_changed_options_are_parsed_again():
     request = params(mars_theta=0.85)
     assert options_of(request, THETA).value == 0.85
     request.extra_args["mars_theta"] = 0.95
     assert options_of(request, THETA).value == 0.95
-    request.structured_outputs = StructuredOutputsParams(regex="a+")
+    request.structured_outputs = GRAMMAR
     assert options_of(request, THETA).strict == "structured_outputs"
     assert options_of(request, MarsConfig(theta=0.97)).value == 1
 
@@ -393,12 +354,25 @@ def test_scopes():
         assert record_of(params(**extra_args), config)[Column.SCOPE] == number
 
 
-def test_options_in_force():
-    assert in_force(options_of(params(), THETA), THETA) == {"theta": 0.8}
-    assert in_force(options_of(params(), PRICE), PRICE) == {"price": 0.5}
-    assert in_force(options_of(params(), BOUND), BOUND) == {"max_loss": 0.5}
-    assert in_force(options_of(params(mars_max_loss=0.1), BOUND), BOUND) == {"max_loss": 0.1}
-    assert in_force(options_of(params(mars_price=1), BOUND), BOUND) == {"price": 1.0}
+@pytest.mark.parametrize(
+    ("config", "sampling", "expected"),
+    [
+        (THETA, {}, {"theta": 0.8}),
+        (PRICE, {}, {"price": 0.5}),
+        (BOUND, {}, {"max_loss": 0.5}),
+        (BOUND, {"extra_args": {"mars_max_loss": 0.1}}, {"max_loss": 0.1}),
+        (BOUND, {"extra_args": {"mars_price": 1}}, {"price": 1.0}),
+        (THETA, {"structured_outputs": GRAMMAR}, {"theta": 1.0, "strict": "structured_outputs"}),
+        (PRICE, {"stop_token_ids": [*range(MAX_STOP_IDS - 1)]}, {"price": 0.5}),
+        (
+            PRICE,
+            {"stop_token_ids": [*range(MAX_STOP_IDS)]},
+            {"price": 0.0, "strict": "stop_token_ids"},
+        ),
+    ],
+)
+def test_options_in_force(config, sampling, expected):
+    assert in_force(options_of(SamplingParams(**sampling), config), config) == expected
 
 
 def test_return():

@@ -1,6 +1,5 @@
 """Reports on their way from the engine core to the server's answers and metrics."""
 
-import inspect
 from types import SimpleNamespace
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -44,10 +43,6 @@ class Scheduler:
 
     def make_stats(self):
         return stats.SchedulerStats() if self.log_stats else None
-
-    @property
-    def asking(self):
-        return inspect.getclosurevars(self.update_from_output).nonlocals["asking"]
 
 
 def stepped(scheduler, report=None, produced=0):
@@ -142,10 +137,6 @@ def test_an_aborted_request_is_forgotten():
         state.scheduler.add_request(request(**extra_args))
         (output,) = state.step(1, {})
         assert (output.spec_decode_metrics is None) == (not extra_args)
-        assert bool(state.scheduler.asking) == bool(extra_args)
-    del state.scheduler.requests["a"]
-    state.step(1, {})
-    assert not state.scheduler.asking
 
 
 def test_the_scheduler_passes_the_counts_on():

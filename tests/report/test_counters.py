@@ -1,35 +1,20 @@
 """No count is lost or taken twice."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-import steps_v1
-from vllm_mars.options.config import MarsConfig
 from vllm_mars.report.counters import INTERVAL, Counters
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-16
 
 
-def test_a_step_without_drafts_counts_nothing():
-    sampler = steps_v1.mars_sampler(MarsConfig(theta=0.5))
-    metadata = steps_v1.metadata_of([[], []])
-    sampler(metadata, None, torch.randn(2, 9), steps_v1.sampling([0.0, 0.0]))
-    assert sampler.reports.counters.take_delta() is None
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_counts_on_a_cpu_are_taken_at_most_once_per_interval():
-    clock = Clock()
-    counters = Counters(1, CPU, interval=1.0, clock=clock)
+    clock = SimpleNamespace(now=0.0)
+    counters = Counters(1, CPU, interval=1.0, clock=lambda: clock.now)
     taken = []
     for clock.now, flush in ((0.0, False), (0.9, False), (0.9, True), (1.5, False), (2.0, False)):
         counters.device_counts[-1] += 1
@@ -81,8 +66,8 @@ class Accelerator:
 @pytest.fixture
 def accelerated(monkeypatch):
     """Counters that copy through an `Accelerator`, the accelerator, and the clock."""
-    clock = Clock()
-    counters = Counters(1, CPU, INTERVAL, clock)
+    clock = SimpleNamespace(now=0.0)
+    counters = Counters(1, CPU, INTERVAL, lambda: clock.now)
     device = Accelerator(counters.layout.size)
     monkeypatch.setattr(torch, "Event", lambda _: device)
     counters._on_host = False

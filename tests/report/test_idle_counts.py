@@ -13,6 +13,7 @@ import tiny_models
 from engines import engine_in_process, greedy_tokens
 from processes import wait_until
 from vllm_mars.servers.server import VllmServer
+from workload import draft_model
 
 pytestmark = pytest.mark.engine
 
@@ -23,18 +24,15 @@ PROMPTS = [[5, 6, 7] * 4, [9, 8] * 6, [30, 31, 32] * 3]
 def model(tmp_path_factory):
     """A target and its speculative config."""
     directory, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    tiny_models.first_layer(draft, tiny_models.llama(draft))
-    tiny_models.llama(directory)
+    tiny_models.first_layer(draft, tiny_models.llama(directory))
     tiny_models.tokenizer(directory)
-    drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    return directory, {**drafts, "rejection_sample_method": "mars"}
+    return directory, draft_model(draft, rejection_sample_method="mars")
 
 
 VERIFIED, ENDED = f"{counts.VERIFIED}_total", f"{counts.REQUEST_LOST}_count"
 
 
 def counted():
-    """Counters of this process, summed over their labels."""
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return {
         name: sum(sample.value for sample in samples if sample.name == name)

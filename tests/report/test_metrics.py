@@ -26,9 +26,9 @@ from counts import (
     of_prometheus,
     page_queries,
 )
+from engines import MARS, NGRAM, engine_config
 from vllm_mars import __version__
 from vllm_mars.kernels.counters.table import BUCKETS, COUNTERS, CounterLayout
-from vllm_mars.models.drafts import NGRAM_CONFIG
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.report import metrics
 from vllm_mars.report.carrier import EngineReport, put
@@ -55,13 +55,6 @@ def test_all_series_exist_before_the_first_count():
     ]
     assert len(samples) == len(entries) + len(BUCKETS) + 3
     assert not any(samples.values())
-
-
-def test_an_opt_in_server_exports_its_limit():
-    metrics.MarsProm(LAYOUT, {0: ["m", "0"]}, MarsConfig(max_loss=0, limit=0.02))
-    samples = exported()
-    assert samples[metrics.INFO, "0", "0.02", "false", "mars_max_loss", "0", __version__] == 1
-    assert samples[metrics.ALLOWED, "0"] == 0.02
 
 
 OBSERVE = """
@@ -144,27 +137,14 @@ def test_another_layout_is_an_error():
         metrics.MarsProm(CounterLayout(4), {0: ["m", "0"]}, BOUND).observe(COUNTS)
 
 
-NGRAM = {**NGRAM_CONFIG, "num_speculative_tokens": 3}
-MARS = {**NGRAM, "rejection_sample_method": "mars"}
-
-
 @pytest.fixture
 def manager(packaged_model):
     """Builds vLLM's stat loggers for a speculative config."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.plugins import load_general_plugins
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    load_general_plugins()
-
     def build(speculative_config, **options):
-        config = EngineArgs(
-            model=str(packaged_model),
-            dtype="float32",
-            max_model_len=512,
-            speculative_config=speculative_config,
-        ).create_engine_config()
-        return StatLoggerManager(config, **options)
+        speculative_config = {**speculative_config, "num_speculative_tokens": 3}
+        return StatLoggerManager(engine_config(packaged_model, speculative_config), **options)
 
     return build
 
@@ -232,7 +212,6 @@ def test_the_dashboard_and_the_page_query_exported_metrics():
 
 
 def test_promtool_parses_the_queries(tmp_path):
-    """promtool checks the queries of the dashboard and the page as recording rules."""
     queries = [*dashboard_queries(), *page_queries()]
     rules = [{"record": f"q{i}", "expr": in_promql(query)} for i, query in enumerate(queries)]
     file = tmp_path / "rules.yml"

@@ -9,7 +9,6 @@ import pytest
 
 from counts import ACCEPTED, GAINED, LOST, RELAXABLE, RELAXED, REQUEST_LOST, VERIFIED
 from processes import wait_until
-from vllm_mars.cli.__main__ import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("lossy_server")]
 
@@ -104,11 +103,3 @@ def test_metrics_and_log_of_a_server_agree(lossy_server):
     assert check_increase(answer_all(lossy_server, theta=1), is_strict=True) == 0
     # The server logs once a second.
     wait_until(lambda: logged() == total(), 10, "the log agrees with /metrics")
-
-
-def test_the_doctor_reports_the_gain(lossy_server, capsys):
-    assert main(["doctor", lossy_server.base_url]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "in force: theta 0.3, lossy" in output
-    assert re.search(r"gained [1-9][\d.]* draft tokens at [1-9]\d* verified positions", output)
-    assert output.endswith("all is well")

@@ -39,7 +39,6 @@ class Runner:
 
 
 def attached(runner):
-    """Reports attached to the runner's outputs."""
     reports = StepReports(Counters(LAYOUT.num_speculative_tokens, torch.device("cpu")))
     reports.attach_to_runner(runner)
     return reports

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import textwrap
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 
-from processes import MARK, marked, start, wait_until
+from processes import MARK, marked
 from stand_in import StandInServer
 from vllm_mars.servers.scrape import (
     ACCEPTED_TOKENS,
@@ -44,19 +42,12 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark):
             messages=[{"role": "user", "content": "Repeat: red green blue, red green blue."}],
             max_tokens=24,
             temperature=0,
-            logprobs=True,
-            top_logprobs=2,
         )
         metrics = server.metrics()
         assert len(marked(mark)) >= 2
         with pytest.raises(RuntimeError, match=r"running already .*call close"):
             server.start()
     assert marked(mark) == []
-    tokens = answer.choices[0].logprobs.content
-    assert answer.usage.completion_tokens in (len(tokens), len(tokens) + 1)
-    for token in tokens:
-        best = max(top.logprob for top in token.top_logprobs)
-        assert token.logprob == best, "strict verification never relaxes"
     drafts, drafted, accepted = (
         metrics[name] - before.get(name, 0) for name in (DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS)
     )
@@ -97,28 +88,3 @@ def test_a_crash_shows_the_end_of_the_log(packaged_model, tmp_path, mark):
                 time.sleep(0.05)
     assert "startup complete" in str(error.value).split("the end of", 1)[1]
     assert marked(mark) == []
-
-
-@REAL_AT_NIGHT
-def test_no_process_outlives_an_owner_that_is_interrupted(
-    packaged_model, tmp_path, mark, server_class
-):
-    """The interrupt comes while the engine starts, after the server has child processes."""
-    owner = textwrap.dedent(f"""
-        import contextlib
-        import time
-        from pathlib import Path
-        from {server_class.__module__} import {server_class.__name__} as Server
-        server = Server({str(packaged_model)!r}, {ARGS!r}, log_path=Path("s.log"))
-        with contextlib.closing(server):
-            server.start()
-            print("started", flush=True)
-            time.sleep(300)
-    """)
-    tests = str(Path(__file__).parents[1])
-    process = start("-c", owner, mark=mark, cwd=tmp_path, PYTHONPATH=tests)
-    assert process.stdout.readline() == "started\n"
-    wait_until(lambda: len(marked(mark)) >= 4, 120, "the engine core")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    wait_until(lambda: marked(mark) == [], 30, "the end of all processes")

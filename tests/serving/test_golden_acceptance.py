@@ -6,8 +6,7 @@ import pytest
 
 from golden_acceptance import GOLDEN, RULES, K, measure
 
-# Runs on the worker that already has packaged engines in its process.
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("test_end_to_end")]
+pytestmark = pytest.mark.engine
 
 # Rounding differs between processors, so answers may differ after a near tie.
 TOLERANCE = 0.05

@@ -61,7 +61,6 @@ def post(server, path, body):
 
 
 def complete(server, prompt):
-    """Returns the tokens of a greedy answer."""
     body = {
         "model": "tiny",
         "prompt": prompt,

@@ -131,7 +131,6 @@ def test_a_node_with_another_version_is_refused_by_name(ray_cluster, tiny_model,
 
 @contextlib.contextmanager
 def ray_serve():
-    """Starts Ray Serve; yields its address."""
     from ray import serve
 
     from vllm_mars.servers.server import free_port
@@ -146,7 +145,6 @@ def ray_serve():
 
 @contextlib.contextmanager
 def application(model, **options):
-    """Runs the application; yields its address."""
     with ray_serve() as url:
         run(model, **options)
         yield url
@@ -260,8 +258,6 @@ def load_while(act, url, expected, **options):
 
 
 def sequential_answers(url, **options):
-    """Returns the answer to each prompt, without concurrent requests."""
-
     async def ask_all():
         async with client_of(url) as client:
             return {prompt: await ask(client, prompt, **options) for prompt in PROMPTS}
@@ -272,7 +268,6 @@ def sequential_answers(url, **options):
 
 
 def check_refused(url, theta, message):
-    """Checks for HTTP 400 with this message."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(

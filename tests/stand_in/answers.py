@@ -10,7 +10,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Answers with a text and writes no log."""
 
     def answer(self, status: int, text: str, kind: str = "text/plain") -> None:
-        """Sends one answer."""
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.end_headers()

@@ -23,15 +23,12 @@ sys.exit(subprocess.Popen([sys.executable, "-c", {WORKER!r}]).wait())
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET /health."""
-
     def do_GET(self) -> None:  # noqa: N802
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 
 
 def main() -> None:
-    """Runs until a signal ends it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=["serve"])
     parser.add_argument("model", type=Path)

@@ -25,12 +25,11 @@ pytestmark = pytest.mark.engine
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [100, 3, 200], [7, 7, 7, 7], [31, 32, 33]]
 BOUNDS = (math.inf, 0.5, 0.001, 0.0)
 REQUEST_BOUNDS = [{"mars_max_loss": bound} if bound < math.inf else {} for bound in BOUNDS]
+MARS = {"rejection_sample_method": "mars"}
 NOTHING = {"num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
 
 
 class Engine:
-    """A running engine."""
-
     def __init__(self, llm):
         self.llm = llm
 
@@ -69,15 +68,8 @@ class Engine:
 def engine(models):
     @contextmanager
     def start(engine_options=None, **options):
-        speculation = {
-            "method": "draft_model",
-            "model": str(models[1]),
-            "num_speculative_tokens": 3,
-            "draft_sample_method": "greedy",
-            "rejection_sample_method": "mars",
-            "mars_strict_opening": 0,
-            **options,
-        }
+        fixed = {"draft_sample_method": "greedy", "mars_strict_opening": 0}
+        speculation = workload.draft_model(models[1], **{**MARS, **fixed, **options})
         with engine_in_process(models[0], speculation, **(engine_options or {})) as llm:
             yield Engine(llm)
 
@@ -365,8 +357,7 @@ def test_requests_that_wait_for_others_may_lose_as_much(models, crowd):
     inputs = [{"prompt_token_ids": workload.prompt(seed, 4 + seed)} for seed in range(8)]
     order = {"priority": [number % 3 for number in range(8)]} if crowd == "priority" else {}
     options = {"max_num_seqs": 8, "enable_prefix_caching": False, **CROWDS[crowd]}
-    drafts = {"method": "draft_model", "model": str(models[1]), "num_speculative_tokens": 3}
-    speculation = {**drafts, "rejection_sample_method": "mars", "mars_max_loss": 0.1}
+    speculation = workload.draft_model(models[1], **MARS, mars_max_loss=0.1)
     with engine_in_process(models[0], speculation, **options) as llm:
 
         def both(**extra_args):

@@ -10,9 +10,11 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 import steps_v1
 import workload
 from drafted import ASKED, TEMPERATURES, distribution, logits_of
-from engines import engine_in_process
+from engines import engine_in_process, greedy_tokens
 from vllm_mars import MarsConfig
 from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
+
+MARS = {"rejection_sample_method": "mars"}
 
 
 @pytest.mark.nightly
@@ -29,16 +31,15 @@ def test_cold_drafts_are_verified_as_greedy_drafts(models, v2):
     requests = {
         name: every[name] for name in ("greedy", "sampled", "sampled, cool", "sampled, hot")
     }
-    drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    cold = {
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "mars",
-        "mars_draft_temperature": 0.01,
-        "mars_price": 1e-9,
-    }
+    cold = {**MARS, "mars_draft_temperature": 0.01, "mars_price": 1e-9}
     vllm, mars = (
-        workload.run({**drafts, **options}, [list(requests.values())], v2=v2, model=str(directory))
-        for options in ({}, cold)
+        workload.run(
+            workload.draft_model(draft, **options),
+            [list(requests.values())],
+            v2=v2,
+            model=str(directory),
+        )
+        for options in ({"draft_sample_method": "greedy"}, cold)
     )
     workload.assert_same_batches([requests], vllm, mars)
     assert "Drafts are drawn at 0.01 of each request's temperature" in mars["log"]
@@ -96,39 +97,19 @@ def test_seeded_drafts_follow_the_draft_distribution(drafter):
 @pytest.mark.parametrize("options", [{}, {"mars_draft_temperature": 1}])
 def test_a_seed_repeats_an_answer(models, options):
     """Lossy and strict, with and without a batch."""
-    from vllm import SamplingParams
-
-    speculation = {
-        "method": "draft_model",
-        "model": str(models[1]),
-        "num_speculative_tokens": 3,
-        "rejection_sample_method": "mars",
-        "mars_max_loss": 0.5,
-        "mars_strict_opening": 0,
-        **options,
-    }
-    prompts = [{"prompt_token_ids": workload.prompt(seed, 6)} for seed in range(4)]
-    with engine_in_process(models[0], speculation) as llm:
+    lossy = {**MARS, "mars_max_loss": 0.5, "mars_strict_opening": 0, **options}
+    prompts = [workload.prompt(seed) for seed in range(4)]
+    with engine_in_process(models[0], workload.draft_model(models[1], **lossy)) as llm:
 
         def ask(prompts, **extra_args):
-            params = [
-                SamplingParams(
-                    temperature=0.8,
-                    seed=7 + number,
-                    max_tokens=40,
-                    ignore_eos=True,
-                    detokenize=False,
-                    extra_args=extra_args,
-                )
-                for number in range(len(prompts))
-            ]
-            answers = llm.generate(prompts, params, use_tqdm=False)
-            return [tuple(answer.outputs[0].token_ids) for answer in answers]
+            sampling = {"temperature": 0.8, "seed": 7, "max_tokens": 40}
+            return greedy_tokens(llm, prompts, **sampling, extra_args=extra_args)
 
         for extra_args in ({}, {"mars_max_loss": 0}):
-            assert len({ask(prompts[:1], **extra_args)[0] for _ in range(3)}) == 1
-            assert ask(prompts, **extra_args) == ask(prompts, **extra_args)
-            assert len({*ask(prompts, **extra_args)}) == 4
+            assert ask(prompts[:1], **extra_args) == ask(prompts[:1], **extra_args)
+            answers = ask(prompts, **extra_args)
+            assert ask(prompts, **extra_args) == answers
+            assert len({*map(tuple, answers)}) == 4
 
 
 def test_a_draft_temperature_without_probabilistic_drafts_is_an_error():
@@ -144,7 +125,6 @@ def test_a_drafter_without_the_flag_of_probabilistic_drafts_is_an_error():
 
 
 def metadata_of_asked(temperatures):
-    """The metadata of `ASKED`."""
     prompts, outputs, _, parameters = zip(*ASKED, strict=True)
     repetition, frequency, presence, k, p = zip(*parameters, strict=True)
     return steps_v1.sampling(
@@ -199,13 +179,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_drafts_of_the_target_itself_are_all_accepted(models, v2):
     """Since they are sampled from the served distribution, also under other parameters."""
-    speculation = {
-        "method": "draft_model",
-        "model": str(models[0]),
-        "num_speculative_tokens": 3,
-        "rejection_sample_method": "mars",
-        "mars_price": 0,
-    }
+    speculation = workload.draft_model(models[0], **workload.STRICT_PRICE)
     requests = [
         (workload.prompt(seed), workload.sampled(seed, max_tokens=12, temperature=0.8, **options))
         for seed, options in enumerate(PARAMETERS.values())

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 NUM_ANSWERS = 200
 # Nats per token; None uses the server's bound.
 BOUNDS = (None, 0.03, 0.01, 0.0)
-SERVER = {"mars_max_loss": 0.05}
+SERVER = {"rejection_sample_method": "mars", "mars_price": 1000.0, "mars_max_loss": 0.05}
 # Two requests fill these blocks before they end.
 MEMORY = {"max_num_seqs": 4, "block_size": 32, "num_gpu_blocks_override": 7}
 
@@ -40,16 +40,8 @@ def test_each_answer_of_v2_keeps_its_bound(models):
             "extra_args": extra_args,
         }
         requests.append((prompt, sampling))
-    speculation = {
-        "method": "draft_model",
-        "model": str(models[1]),
-        "num_speculative_tokens": 3,
-        "rejection_sample_method": "mars",
-        "mars_price": 1000.0,
-        **SERVER,
-    }
     result = workload.run(
-        speculation,
+        workload.draft_model(models[1], **SERVER),
         [requests],
         v2=True,
         timeout=1500,

@@ -10,7 +10,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from benchmarks.step_v2 import Shape, is_repeated, step_of, tokens_of
+from benchmarks.step_v2 import Shape, step_of, tokens_of
 from vllm_mars import MarsConfig
 
 pytestmark = [
@@ -53,17 +53,6 @@ def processed(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("is_probabilistic", [False, True])
-def test_strict_requests_get_vllms_tokens(processed, is_probabilistic):
-    step = made(is_probabilistic, params())
-    if not is_repeated(step):
-        pytest.skip("vLLM 0.32 verifies probabilistic drafts with other random numbers")
-    expected = tokens_of(step.verification(step.strict_method))
-    assert len(processed) == 1
-    assert torch.equal(tokens_of(step.verification(STRICT)), expected)
-    assert len(processed) == 1
-
-
 @pytest.mark.parametrize(
     ("is_probabilistic", "dtype"),
     [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)],
@@ -87,26 +76,6 @@ def test_lossy_requests_get_the_tokens_of_divided_logits(processed, is_probabili
         assert torch.equal(counts, expected_counts)
     else:
         assert torch.allclose(records.lost.float(), expected_records.lost.float(), rtol=1e-3)
-
-
-OPTIONS = {
-    "top-p": {"top_p": 0.5},
-    "min-p": {"min_p": 0.1},
-    "a penalty": {"repetition_penalty": 1.2},
-    "a bias": {"logit_bias": {3: -5.0}},
-    "allowed tokens": {"allowed_token_ids": [1, 2, 3]},
-    "no end yet": {"min_tokens": 800},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_vllm_applies_other_logits_processing(processed, option):
-    sampling_params = params()
-    sampling_params[2] = params(**OPTIONS[option])[2]
-    step = made(False, sampling_params)
-    expected = tokens_of(step.verification("standard"))
-    assert torch.equal(tokens_of(step.verification(STRICT)), expected)
-    assert len(processed) == 2
 
 
 def test_a_third_partys_logits_processor_is_applied(processed):

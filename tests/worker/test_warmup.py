@@ -30,10 +30,7 @@ SLOTS = 6
 class Engine:
     """The inputs of an engine's kernels, without vLLM, at random as in serving.
 
-    Args:
-        config: options of the engine.
-        vocab: width of the logits; rows of an odd width are not aligned to 16 bytes.
-        is_probabilistic: whether drafts are probabilistic.
+    Rows of an odd vocabulary are not aligned to 16 bytes.
     """
 
     def __init__(self, config: MarsConfig, vocab: int, is_probabilistic: bool) -> None:
