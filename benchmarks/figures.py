@@ -86,7 +86,6 @@ BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]], str]] =
     "theta": (
         ("answers",),
         {
-            "strict, fixed drafts": ("strict, fixed drafts", GAINS[1]),
             "theta 0.96": ("mars_theta 0.96, fixed drafts", GAINS[1]),
             "theta 0.9": ("mars_theta 0.9, fixed drafts", GAINS[1]),
             "bound 0.02": (BOUND, GAINS[1]),
