@@ -16,6 +16,9 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.worker.constraints import constrain
 from vllm_mars.worker.draft_temperature import drafter_attribute, scales_temperature
 
+# Rows are cut to the largest top-k of a batch before the sort, unless that is larger.
+MAX_CANDIDATES = 1024
+
 
 def wrap_drafter(
     runner: Any,
@@ -88,9 +91,16 @@ def under_parameters(
         logits = _penalized(logits.float(), sampling_metadata, emitted, drafted)
     if not has_penalties and sampling_metadata.top_k is sampling_metadata.top_p is None:
         return logits, sampling_metadata
-    temperature = sampling_metadata.temperature
+    temperature, top_k = sampling_metadata.temperature, sampling_metadata.top_k
     num_rows = [len(logits) // len(temperature)] * len(temperature)
-    logits = constrain(logits.float(), num_rows, sampling_metadata)
+    logits = logits.float()
+    if top_k is None or (largest := int(top_k.max())) > MAX_CANDIDATES:
+        logits = constrain(logits, num_rows, sampling_metadata)
+    else:
+        # On a CPU vLLM sorts whole rows for top-p, which took 15% of a step with 151,936 tokens.
+        values, token_ids = logits.topk(largest)
+        values = constrain(values, num_rows, sampling_metadata)
+        logits = torch.full_like(logits, -torch.inf).scatter_(1, token_ids, values)
     return logits, replace(sampling_metadata, temperature=temperature.sign())
 
 
