@@ -1,4 +1,4 @@
-# Neither run nor built: no Docker daemon was available. Linted, and checked by
+# Neither run nor built: vLLM's image was not available. Linted, and checked by
 # tests/test_deploy.py. From the repository's root:
 #
 #   docker build -f docs/deploy/cuda.Dockerfile -t vllm-mars:cuda .
