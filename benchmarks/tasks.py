@@ -42,7 +42,7 @@ from vllm_mars.servers.provenance import describe_run, vllm_device
 # Pages show the views `score` and `steps`.
 COLUMNS: list[list[str | None]] = [
     ["rule", "", "score steps"],
-    ["problems", "d", ""],
+    ["problems", "d", "score"],
     ["right, %", ".1f", ""],
     ["right less strict's, points", "+.1f", "score"],
     ["won / lost", "", ""],
@@ -50,7 +50,7 @@ COLUMNS: list[list[str | None]] = [
     ["tokens per step x strict", ".2f", "score"],
     ["steps per answer x strict", ".2f", "score steps"],
     ["where both ended", ".2f", "steps"],
-    ["tokens per answer x strict", ".2f", "score steps"],
+    ["tokens per answer x strict", ".2f", "steps"],
     ["nats per token", ".4f", "score steps"],
     ["cut off, %", ".1f", "steps"],
 ]
@@ -155,7 +155,11 @@ def measure(args: argparse.Namespace) -> None:
 
     rules = {rule.replace("=", " "): asked(rule) for rule in args.rules}
     servers = {server_of(rule, options) for rule, options in rules.items() if rule != STRICT}
-    (server,) = servers or {METHOD}
+    server, *others = servers or {METHOD}
+    if others:
+        raise SystemExit(
+            "error: --rules: mars_theta needs a call without other lossy rules."
+        )
     point = {
         "model": args.model.name,
         "draft": args.draft.name,

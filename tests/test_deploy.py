@@ -93,7 +93,7 @@ def test_prometheus_finds_the_server_and_grafana_finds_both():
 
 # Counts of a server per minute, with 1,000 tokens in 50 answers.
 HEALTHY = {"lost_nats": 25, "drift_up_nats": 30, "gained_acceptance": 5, "relaxable_positions": 50}
-HEALTHY |= {"verified_positions": 60, "up": 1}
+HEALTHY |= {"verified_positions": 60, "up": "1x120"}
 # Nine requests in ten are strict.
 MIXED = {"verified_positions": 1000, "relaxable_positions": 100}
 
@@ -107,7 +107,7 @@ def series_of(prefix, labels, changes):
         f"{prefix}{name}_total": f"0+{value}x120" for name, value in counters.items() if value
     }
     values[f"{prefix}mars_max_loss_nats_per_token"] = "0.02+0x120"
-    up = {"series": f'up{{{labels}, job="vllm-mars"}}', "values": f"{rates['up']}x120"}
+    up = {"series": f'up{{{labels}, job="vllm-mars"}}', "values": rates["up"]}
     series = [{"series": f"{name}{{{labels}}}", "values": line} for name, line in values.items()]
     return [*series, up]
 
@@ -145,7 +145,9 @@ def test_an_alert_names_the_one_server_of_ten(tmp_path, prefix, label):
         (no_gain | {"verified_positions": 10, "relaxable_positions": 10}, None),
         # All requests are strict.
         (no_gain | {"relaxable_positions": 0, "lost_nats": 0, "drift_up_nats": 0}, None),
-        ({"up": 0}, "MarsServerDown"),
+        ({"up": "1x100 0x19"}, "MarsServerDown"),
+        # A server that is loading.
+        ({"up": "0x120"}, None),
     ]
     tests = [ten_servers(prefix, label, *case) for case in cases]
     file = tmp_path / "case.yml"

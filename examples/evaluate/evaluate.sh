@@ -6,7 +6,8 @@
 #
 # It needs `pip install '.[evaluate]'`, on any machine. It measures the server's setting, or the bound
 # MAX_LOSS, and prints which (lossy.py); with theta there is no bound. TEMPERATURE is 0 by default, or 1
-# with theta; SEEDS is "1 2 3" above 0. Use generation tasks, since multiple choice verifies no draft.
+# with theta; SEEDS is "1 2 3" above 0. MAX_TOKENS replaces the task's limit, or lm-eval's of 256. Use
+# generation tasks, since multiple choice verifies no draft.
 # pairs.py prints the table and the smallest loss that it can show.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -16,7 +17,7 @@ output=${OUTPUT:-build/evaluate}
 for given in "${@:3}"; do
     # lm-eval would use the last one, and both rules would be the same.
     if [[ ${given//-/_} == __@(gen_kwargs|model|model_args|output_path)* ]]; then
-        echo "error: $given is this script's own; set TEMPERATURE, SEEDS or OUTPUT instead." >&2
+        echo "error: $given is this script's own; set TEMPERATURE, SEEDS, MAX_TOKENS or OUTPUT instead." >&2
         exit 2
     fi
 done
@@ -34,7 +35,7 @@ for seed in $seeds; do
         body=$([ $rule = strict ] && echo '{"vllm_xargs": {"mars_max_loss": 0}}' || echo "${rule_of_server#* }")
         lm_eval run --model local-chat-completions --apply_chat_template --tasks "$task" --log_samples \
             --model_args "model=$model,base_url=$url/v1/chat/completions,num_concurrent=4,tokenized_requests=False,seed=$seed" \
-            --gen_kwargs "{\"temperature\": $temperature, ${body#\{}" \
+            --gen_kwargs "{\"temperature\": $temperature, ${MAX_TOKENS:+\"max_gen_toks\": $MAX_TOKENS, }${body#\{}" \
             --output_path "$output/$rule/$seed" "${@:3}"
     done
 done
