@@ -17,35 +17,6 @@ from vllm_mars.worker.draft_sampling_v1 import wrap_drafter
 MARS = {"rejection_sample_method": "mars"}
 
 
-@pytest.mark.nightly
-@pytest.mark.engine
-@pytest.mark.parametrize("v2", [False, True])
-def test_cold_drafts_are_verified_as_greedy_drafts(models, v2):
-    """The tokens equal those of vLLM with greedy drafts.
-
-    Seeds fix the random numbers of verification. The tiny price adds nothing, but keeps requests
-    from being strict: drafts of strict requests are sampled at the request's temperature.
-    """
-    directory, draft, _ = models
-    every = workload.every_kind(12)
-    requests = {
-        name: every[name] for name in ("greedy", "sampled", "sampled, cool", "sampled, hot")
-    }
-    cold = {**MARS, "mars_draft_temperature": 0.01, "mars_price": 1e-9}
-    vllm, mars = (
-        workload.run(
-            workload.draft_model(draft, **options),
-            [list(requests.values())],
-            v2=v2,
-            model=str(directory),
-        )
-        for options in ({"draft_sample_method": "greedy"}, cold)
-    )
-    workload.assert_same_batches([requests], vllm, mars)
-    assert "Drafts are drawn at 0.01 of each request's temperature" in mars["log"]
-    assert 0 < workload.accepted_share(vllm, 0) < 1
-
-
 @pytest.fixture
 def drafter():
     """A probabilistic drafter of vLLM."""
