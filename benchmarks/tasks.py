@@ -157,9 +157,7 @@ def measure(args: argparse.Namespace) -> None:
     servers = {server_of(rule, options) for rule, options in rules.items() if rule != STRICT}
     server, *others = servers or {METHOD}
     if others:
-        raise SystemExit(
-            "error: --rules: mars_theta needs a call without other lossy rules."
-        )
+        raise SystemExit("error: --rules: mars_theta needs a call without other lossy rules.")
     point = {
         "model": args.model.name,
         "draft": args.draft.name,
