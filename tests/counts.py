@@ -81,7 +81,8 @@ def dashboard_queries():
 def page_queries():
     blocks = re.findall(r"```promql\n(.*?)\n```", (DOCS / "operating.md").read_text(), re.S)
     # An indented line continues the line before.
-    return [query for block in blocks for query in re.split(r"\n(?! )", block)]
+    parts = [part for block in blocks for part in re.split(r"\n(?! )", block)]
+    return [part for part in parts if not part.startswith("#")]
 
 
 def in_promql(query):

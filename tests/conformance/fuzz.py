@@ -47,9 +47,9 @@ class Greedy:
         self.allowed[:, 0] = True
         self.temperatures = [0.0] * batch
         self.temperatures[-1] = float(batch > 1 and rng.random() < 0.4)
-        # Few tokens, so that n-grams repeat.
-        lengths = rng.integers(1, 24, batch)
-        self.answers = [rng.integers(0, min(vocab, 3), length).tolist() for length in lengths]
+        # Tokens of the draft without its padding, so that n-grams repeat.
+        tokens = [[0, *(x for x in draft if 0 <= x < vocab)] for draft in self.drafts]
+        self.answers = [rng.choice(known, rng.integers(1, 24)).tolist() for known in tokens]
 
     @property
     def config(self) -> MarsConfig:
