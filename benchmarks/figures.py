@@ -40,11 +40,6 @@ PLACE = re.compile(
 # Titles of columns with gains, which cells of computed tables show with the loss.
 GAINS = "x strict", "tokens per step x strict"
 LOST = "nats lost per token", "nats per token"
-LENGTH, ENDED, REPEATED = (
-    "length x strict",
-    "ended less strict's, points",
-    "repeated 4-grams less strict's",
-)
 BOUND = "mars_max_loss 0.02"
 # Tables with a row per model and setting: the files, the rule and column of a file by column title,
 # and a pattern of settings to omit.
@@ -77,9 +72,9 @@ BY_SETTING: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]], str]] =
         {
             "tokens per step": (BOUND, GAINS[1]),
             "where both ended": (BOUND, "where answers ended"),
-            "length": (BOUND, LENGTH),
-            "ended, points": (BOUND, ENDED),
-            "repeated 4-grams": (BOUND, REPEATED),
+            "length": (BOUND, "length x strict"),
+            "ended, points": (BOUND, "ended less strict's, points"),
+            "repeated 4-grams": (BOUND, "repeated 4-grams less strict's"),
         },
         "",
     ),

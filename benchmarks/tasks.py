@@ -153,11 +153,7 @@ def measure(args: argparse.Namespace) -> None:
     """Asks for the answers that the output does not have yet."""
     from transformers import AutoTokenizer
 
-    rules = {rule.replace("=", " "): asked(rule) for rule in args.rules}
-    servers = {server_of(rule, options) for rule, options in rules.items() if rule != STRICT}
-    server, *others = servers or {METHOD}
-    if others:
-        raise SystemExit("error: --rules: mars_theta needs a call without other lossy rules.")
+    rules, server = args.rules, args.server
     point = {
         "model": args.model.name,
         "draft": args.draft.name,
@@ -383,6 +379,11 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if len(args.output) > 1 or not (args.model and args.draft and args.tasks):
         parser.error("give one output, --model, --draft and --tasks; or --report.")
+    args.rules = {rule.replace("=", " "): asked(rule) for rule in args.rules}
+    servers = {server_of(rule, options) for rule, options in args.rules.items() if rule != STRICT}
+    args.server, *others = servers or {METHOD}
+    if others:
+        parser.error("--rules: mars_theta needs a call without other lossy rules.")
     (args.output,) = args.output
     require_writable(args.output)
     measure(args)

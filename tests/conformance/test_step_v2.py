@@ -181,7 +181,7 @@ def test_chunks_change_nothing(monkeypatch, setting, config):
 @pytest.mark.parametrize("temperatures", [GREEDY, MIXED])
 @pytest.mark.parametrize("with_draft_logits", [False, True])
 def test_invalid_drafts_are_rejected(temperatures, with_draft_logits):
-    """As in vLLM; the fuzz compares other rules with the oracle."""
+    """Theta 1 verifies as vLLM does; the fuzz compares other values with the oracle."""
     for seed in range(3):
         step = random_step(seed, each(temperatures), LENGTHS, with_draft_logits=with_draft_logits)
         invalid = torch.rand(len(step.logits), generator=torch.Generator().manual_seed(seed)) < 0.4
