@@ -1,5 +1,6 @@
 """The plugin in real processes: options, errors before a model is loaded, no effect if off."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -253,14 +254,25 @@ def test_another_sampler_is_refused():
 
 
 def test_protected_by_default(packaged_model):
+    from vllm.tokenizers import cached_tokenizer_from_config
+
     from vllm_mars.options.protection import protected_token_ids
 
     vllm_config = engine_config(packaged_model, None)
-    protected = protected_token_ids(MarsConfig(), vllm_config)
     # <|endoftext|>, <|im_start|>, <|im_end|> (the end of sequence), <repo_name>, ... of SmolLM2.
-    assert protected == list(range(17))
+    theta = MarsConfig(theta=0.9)
+    assert protected_token_ids(theta, vllm_config) == list(range(17))
     # Ordinary tokens that mark a section.
-    marked = MarsConfig(strict_spans=((900, 3),), thinking_start=800, thinking_end=801)
+    marked = dataclasses.replace(
+        theta, strict_spans=((900, 3),), thinking_start=800, thinking_end=801
+    )
     assert protected_token_ids(marked, vllm_config) == [*range(17), 800, 801, 900]
+    # Openers of comments and docstrings, which the paper's rule does not protect.
+    others = set(protected_token_ids(MarsConfig(), vllm_config)) - set(range(17))
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    assert {tokenizer.decode([token]) for token in others} == {
+        *("#", "##", "###", " #", " ##", " ###", "//", " //", "/*"),
+        *('"""', ' """', "'''", " '''"),
+    }
     assert protected_token_ids(MarsConfig(protected_token_ids=[]), vllm_config) == []
     assert protected_token_ids(MarsConfig(protected_token_ids=[9, 4, 9]), vllm_config) == [4, 9]

@@ -80,7 +80,8 @@ class MarsConfig(_Values):
         limit: the largest `max_loss` that a request may choose; None for the server's. Requests
             may always be stricter.
         protected_token_ids: tokens that are served as often as by the target, except by theta in
-            sampled requests; None for the model's end-of-sequence and special tokens, () for none.
+            sampled requests; None for the model's end-of-sequence and special tokens and, with a
+            price or a bound, those that open a comment; () for none.
         strict_spans: pairs of start and end tokens with strict verification between them; None for
             the markers of the server's tool parser, () for none.
         strict_opening: number of tokens that are verified strictly at the start of an answer and

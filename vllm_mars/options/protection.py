@@ -1,4 +1,4 @@
-"""Tokens of a model that are not text, at which verification is strict."""
+"""Tokens of a model at which verification is strict by default."""
 
 import re
 from typing import TYPE_CHECKING
@@ -11,13 +11,17 @@ if TYPE_CHECKING:
 # Tool and thinking markers such as <tool_call> or [/THINK] are often added tokens without the
 # tokenizer's special flag. Added tokens of any other form, such as runs of spaces, are text.
 _MARKER = re.compile(r"[<\[].*[>\]]", re.DOTALL)
+# Draft models start more comments and docstrings than their targets, which makes code longer.
+# In a vocabulary Ġ, Ċ, ĉ and č are white space of byte-level BPE, and ▁ is SentencePiece's space.
+_COMMENT = re.compile(r"""[\sĠĊĉč▁]*(#{1,3}|//|/\*\*?|<!--|\"{3}|'{3})[\sĠĊĉč▁]*""")
 
 
 def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[int]:
     """Returns the sorted ids of the protected tokens for options with resolved markers.
 
     By default these are the end-of-sequence ids, the tokenizer's special tokens, its added markers,
-    and section markers even if they are ordinary vocabulary.
+    and section markers even if they are ordinary vocabulary. With a price or a bound they include
+    the tokens that open a comment or docstring.
     """
     if config.protected_token_ids is not None:
         return sorted(set(config.protected_token_ids))
@@ -32,7 +36,18 @@ def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[i
     ):
         if source is not None:
             ids.update(source if isinstance(source, list | tuple) else [source])
+    if not config.rule.outright:
+        ids |= comment_openers(model_config)
     return sorted(ids)
+
+
+def comment_openers(model_config: "ModelConfig") -> set[int]:
+    """Returns the ids of tokens such as ` #` and `//` that open a comment or docstring."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    vocab = {} if tokenizer is None else tokenizer.get_vocab()
+    return {token_id for text, token_id in vocab.items() if _COMMENT.fullmatch(text)}
 
 
 def special_tokens(model_config: "ModelConfig") -> dict[str, int]:
