@@ -64,7 +64,7 @@ CASES = {
     "tied runners-up, either":       ([1.9, 2.0, 1.9, 0.0], 2, {}, [2, BONUS], 1),
     "tie at the top, lower id":      ([2.0, 2.0, 0.5, 0.0], 0, {}, [0, BONUS], 0),
     "tie at the top, higher id":     ([2.0, 2.0, 0.5, 0.0], 1, {}, [1, BONUS], 1),
-    "tie at the top, theta 1":       ([2.0, 2.0, 0.5, 0.0], 1, {"theta": 1.0}, [0], 0),
+    "tie at the top, theta 1":       ([2.0, 2.0, 0.5, 0.0], 1, {"theta": 1}, [0], 0),
     "three-way tie, last":           ([2.0, 2.0, 2.0, 0.0], 2, {}, [2, BONUS], 1),
     "theta 1 is strict":             ([1.9999, 2.0, 0.5, 0.0], 0, {"theta": 1.0}, [1], 0),
     "theta near 0":                  ([0.01, 2.0, 0.0, 0.0], 0, {"theta": 0.001}, [0, BONUS], 1),
