@@ -1,5 +1,6 @@
 """Options in vLLM's front end: extracted from the engine arguments, validated per request."""
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _PROBABILISTIC = "probabilistic"
 
@@ -67,8 +69,6 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
     config = config_of(engine_args)
     if config is None:
         return
-    from vllm.logger import init_logger
-
     # The method is known only after vLLM has built its config: it can depend on the draft model, or
     # come from `--spec-method`.
     _check_drafts(config, speculative_config)
@@ -100,7 +100,7 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
             'fixed ("draft_sample_method": "probabilistic", the default, gains more where requests '
             "sample, at the same loss)"
         )
-    init_logger("vllm.vllm_mars.hooks.arguments").info("Drafts are %s.", kind)
+    logger.info("Drafts are %s.", kind)
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:

@@ -7,6 +7,7 @@ the template once and looks for the tokens between the texts.
 """
 
 import itertools
+import logging
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,6 +20,8 @@ from vllm_mars.options.requests import UNKNOWN_PROMPT
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 # Texts of the rendered messages, which no template contains.
 _WORDS = ("Marzipan", "Zwieback", "Tangerine")
@@ -43,9 +46,7 @@ def turns_of(
         if min(offsets) >= 0:
             return _ends(rendered, offsets, ids)
         reason = rendered
-    from vllm.logger import init_logger
-
-    init_logger("vllm.vllm_mars.options.prompts").warning(
+    logger.warning(
         "It is not known by which tokens the chat template ends a message (%s). A request whose "
         "prompt may have opened a span or the thinking section is verified strictly.",
         reason,
