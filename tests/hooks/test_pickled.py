@@ -17,7 +17,7 @@ NODE = socket.gethostname()
 
 
 def test_options_arrive_unchanged():
-    options = PickledConfig(MarsConfig(price=0.3, strict_spans=((1, None),)))
+    options = PickledConfig(MarsConfig(protected_token_ids=(1, 2), strict_spans=((1, None),)))
     for arrived in (pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
         assert type(arrived) is PickledConfig
         assert arrived.config == options.config

@@ -1,6 +1,5 @@
 """Options of a server: defaults, rules, errors, the lock."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -38,11 +37,6 @@ def test_the_option_that_is_given_names_the_rule(rule, value):
 def test_other_methods_are_not_changed(method):
     config = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
     assert split_speculative_config(config) == (None, config)
-
-
-def test_options_survive_json():
-    for config in (MarsConfig(theta=0.7, protected_token_ids=(1, 2)), MarsConfig(max_loss=0.1)):
-        assert MarsConfig(**json.loads(json.dumps(config.to_json()))) == config
 
 
 @pytest.mark.parametrize(

@@ -223,9 +223,6 @@ class MarsConfig(_Values):
         """Whether a request can choose lossy verification."""
         return self.most_max_loss != 0 and self.value != self.rule.strict
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def price_of_bound(max_loss: float, temperature: float, is_probabilistic: bool) -> float:
     """Returns the price in nats that a bound in nats per token sets; temperature 0 is greedy."""
