@@ -60,7 +60,7 @@ def test_a_node_without_the_extension_cannot_read_options():
 
 @pytest.mark.nightly
 def test_arriving_options_install_the_hooks():
-    """A process whose plugins are filtered out verifies by MARS, too."""
+    """A process whose plugins are filtered out also verifies by MARS."""
     pickled_options = pickle.dumps(PickledConfig(MarsConfig())).hex()
     probe = subprocess.run(
         [

@@ -170,8 +170,8 @@ WATERMARK = {"watermark_config": {"algorithm": "gumbel", "key": 1}}
         (
             {"mars_logprobs": "sampled"},
             {},
-            "mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
-            "logprobs_mode is 'raw_logprobs'; add --logprobs-mode processed_logprobs.",
+            "mars_logprobs='sampled' needs logprobs of the processed logits, but logprobs_mode is "
+            "'raw_logprobs'; add --logprobs-mode processed_logprobs.",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_flags_besides_the_json_are_read(packaged_model):
 
 def test_a_front_end_that_checks_nothing_is_refused(packaged_model, monkeypatch):
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    message = "cannot serve VLLM_USE_RUST_FRONTEND=1: .*own options.*; unset the variable"
+    message = "cannot serve VLLM_USE_RUST_FRONTEND=1: .*no options of.*; unset the variable"
     with pytest.raises(NotImplementedError, match=message):
         engine_config(packaged_model, MARS)
     engine_config(packaged_model, NGRAM)

@@ -70,14 +70,13 @@ def test_other_methods_are_not_changed(method):
         ({"mars_price": 1, "mars_limit": -1}, r"mars_limit=-1 is outside \[0, 1024\]"),
         (
             {"mars_theta": 0.9, "mars_limit": 0.02},
-            "mars_limit=0.02 is given, but without a mars_max_loss of this server requests may ask "
-            "for any; name a mars_max_loss, too, or leave it out",
+            "mars_limit=0.02 is given, but without mars_max_loss a request may choose any bound; "
+            "also give mars_max_loss, or leave it out",
         ),
         (
             {"mars_limit": 0.01},
-            r"mars_limit=0.01 is stricter than this server's own mars_max_loss=0.02, but requests "
-            r"may ask for all that is as strict as their server; leave it out, or have the server "
-            r"itself stricter \(mars_max_loss\)",
+            "mars_limit=0.01 is below mars_max_loss=0.02, which each request may use; leave it "
+            "out, or lower mars_max_loss",
         ),
         (
             {"mars_max_loss": 0, "mars_limit": 1025},
@@ -90,7 +89,7 @@ def test_other_methods_are_not_changed(method):
         ({"mars_thinking_end": 1}, "mars_thinking_end is not an option"),
         ({"mars_repeat_guard": 0}, "mars_repeat_guard is not an option of margin"),
         ({"mars_max_relaxed_share": 0.1}, "mars_max_relaxed_share is not .* mars_max_loss?"),
-        ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 draws drafts"),
+        ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 samples drafts"),
         ({"mars_draft_temperature": 2.1}, r"mars_draft_temperature=2.1 is outside \[0.01, 2\]"),
         ({"mars_strict_opening": 4.0}, "mars_strict_opening=4.0 is a float, but must be"),
         ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),

@@ -27,11 +27,11 @@ INFO = "vllm:mars_info"
 
 # Of the gauges; `COUNTERS` has the texts of the counters.
 _HELP = {
-    ALLOWED: "What an answer may lose per token, in nats: mars_max_loss of this server, or the "
-    "larger one that requests may ask for.",
-    OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
-    INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
-    "whether that is lossy, and the loosest value that a request may ask for.",
+    ALLOWED: "Largest loss of an answer per token that this server allows, in nats: mars_limit, or "
+    "else mars_max_loss.",
+    OVERRIDE: "Value that VLLM_MARS_OVERRIDES sets for new requests, by option; NaN if none.",
+    INFO: "1, with the version of vllm-mars, the option of this server's rule, its value, whether "
+    "that is lossy, and the loosest value that a request may choose.",
 }
 # Relaxable positions without any gain before the log warns. If one in 200 gained something, fewer
 # than one server in 100 would get here without a gain.
