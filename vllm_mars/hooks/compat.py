@@ -148,7 +148,7 @@ def check_interfaces(part: str) -> None:
         )
 
 
-def check_options(runner: Any, _: object) -> None:
+def check_adaptive(runner: Any, _: object) -> None:
     """Checks the interfaces of adaptive verification if a V2 runner's server enables it."""
     if runner.vllm_config.speculative_config.enable_adaptive_verification:
         check_interfaces(ADAPTIVE)

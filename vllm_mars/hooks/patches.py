@@ -236,5 +236,5 @@ def patch_runner_v1(module: ModuleType) -> None:
 @_once
 def patch_runner_v2(module: ModuleType) -> None:
     # Checked here, since loading the model can take minutes.
-    _after(module, "GPUModelRunner.__init__", "vllm_mars.hooks.compat:check_options", needs="V2")
+    _after(module, "GPUModelRunner.__init__", "vllm_mars.hooks.compat:check_adaptive", needs="V2")
     _after(module, "GPUModelRunner.load_model", "vllm_mars.worker.sampler_v2:install")

@@ -77,9 +77,7 @@ class Overrides:
         return options
 
 
-@functools.cache
-def _overrides(path: str, config: MarsConfig) -> Overrides:
-    return Overrides(path, config)
+_overrides = functools.cache(Overrides)
 
 
 def overrides_of(config: MarsConfig) -> Overrides | None:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +71,12 @@ def _rendered(
             for role, word in zip(("user", "assistant", "user"), words, strict=False)
         ]
         settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        apply = tokenizer.apply_chat_template
         try:
             if mode == "hf":
                 settings["chat_template"] = hf.load_chat_template(chat_template)
-                yield (
-                    words,
-                    hf.safe_apply_chat_template(model_config, tokenizer, messages, **settings),
-                )
-            else:
-                yield words, tokenizer.apply_chat_template(messages, **settings)
+                apply = partial(hf.safe_apply_chat_template, model_config, tokenizer)
+            yield words, apply(messages, **settings)
         except hf.ChatTemplateResolutionError:
             # Without a template no token ends a message.
             yield words, " ".join(words)
