@@ -50,11 +50,7 @@ def add_parser(commands: Any) -> None:
     add("--num-speculative-tokens", type=int, metavar="K",
         help="default: the fastest for each rule with the packaged head")  # fmt: skip
     add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 12 packaged ones")
-    add(
-        "--short",
-        action="store_true",
-        help="8 prompts, 24 tokens: a test, not a measurement",
-    )
+    add("--short", action="store_true", help="8 prompts, 24 tokens: a test, not a measurement")
     add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go next to it")
     sweep_command.add_shared(add)
 

@@ -71,8 +71,8 @@ def _rendered(
             for role, word in zip(("user", "assistant", "user"), words, strict=False)
         ]
         settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        apply = tokenizer.apply_chat_template
         try:
+            apply = tokenizer.apply_chat_template
             if mode == "hf":
                 settings["chat_template"] = hf.load_chat_template(chat_template)
                 apply = partial(hf.safe_apply_chat_template, model_config, tokenizer)
