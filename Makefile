@@ -69,7 +69,7 @@ fuzz: install
 
 # Runs a hostile client against a real server and checks for leaks. Every night: make soak MINUTES=60
 soak: install
-	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 # Runs everything that needs a GPU, in about ten minutes: make gpu ARGS="--model MODEL --draft DRAFT".
 # A failed part does not stop the others, and an interrupted sweep resumes.

@@ -27,7 +27,7 @@ from benchmarks.text import SERVERS, open_engine, prompts_of
 from benchmarks.text_report import cell, read_all, show
 from vllm_mars.kernels.accept import naive as accept
 from vllm_mars.kernels.block_verify.naive import update_joint_ratio
-from vllm_mars.kernels.budget import LOSS_BITS, NO_BOUND, price_units
+from vllm_mars.kernels.budget import NO_BOUND, UNIT, price_units
 from vllm_mars.kernels.interface import Verdict
 from vllm_mars.kernels.row_stats.naive import read_probabilities
 from vllm_mars.kernels.rules import PRICE
@@ -40,7 +40,6 @@ from vllm_mars.models.packaged_model import ensure_model
 from vllm_mars.options.config import METHOD, price_of_bound
 from vllm_mars.servers.provenance import describe_run, vllm_device
 
-UNIT = 2.0**-LOSS_BITS
 # Sums per prompt: tokens, steps, nats lost, drift, reached positions and, at these, the probability
 # of tokens outside the draft's support, under the target and as served.
 SUMS = ("tokens", "steps", "lost", "drift", "reached", "outside", "outside served")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import prometheus_client
@@ -90,9 +91,10 @@ def in_promql(query):
     return query.replace("$model_name", ".*").replace("$__rate_interval", "1m")
 
 
-def of_prometheus(program):
-    """Returns the path of `prometheus` or `promtool`; skips the test if it is missing."""
-    path = shutil.which(program)
-    if path is None:
-        pytest.skip(f"no {program} on PATH: apt install prometheus")
-    return path
+def promtool(*arguments):
+    """Runs `promtool`; skips the test if it is missing."""
+    if shutil.which("promtool") is None:
+        pytest.skip("no promtool on PATH: apt install prometheus")
+    check = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
+    assert check.returncode == 0, check.stdout + check.stderr
+    return check.stdout

@@ -128,7 +128,6 @@ async def soak(server: VllmServer, minutes: float, client: Client) -> dict[str, 
         "minutes": minutes,
         "requests": client.counts(),
         "gained_acceptance": gained,
-        "memory_bytes": watch.memory,
         "memory_growth": watch.growth(),
     }
 
@@ -137,13 +136,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="JSON file with what was seen")
     args = parser.parse_args()
-    if args.output:
-        # Fail before the run if the folder cannot be made.
-        args.output.parent.mkdir(parents=True, exist_ok=True)
     from vllm_mars.models.packaged_model import ensure_model
-    from vllm_mars.servers.provenance import describe_run
 
     options = ("--shutdown-timeout", str(DRAIN_SECONDS))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -151,16 +145,12 @@ def main() -> int:
         with open_server(ensure_model(), SPECULATION, Path(directory), *options) as server:
             try:
                 seen = asyncio.run(soak(server, args.minutes, Client(server, args.seed)))
-                print(json.dumps({k: v for k, v in seen.items() if k != "memory_bytes"}))
+                print(json.dumps(seen))
                 ending = terminate_under_load(server, Client(server, args.seed + 1))
-                seen["seconds_after_sigterm"] = asyncio.run(ending)
+                print(f"ended {asyncio.run(ending):.1f} s after SIGTERM")
             except HarmError as error:
                 print(f"soak failed: {error}\n{server.log_tail()}", file=sys.stderr)
                 return 1
-    print(f"ended {seen['seconds_after_sigterm']:.1f} s after SIGTERM")
-    if args.output:
-        result = {"schema": "vllm-mars/soak/2", **describe_run(None), "seed": args.seed, **seen}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
     # Caches still fill during a short run.
     if args.minutes >= 5 and seen["memory_growth"] > MEMORY_GROWTH:
         print(f"soak failed: memory grew by {seen['memory_growth']:.1%}", file=sys.stderr)

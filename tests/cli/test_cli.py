@@ -10,14 +10,6 @@ from vllm_mars.cli.__main__ import main
 from vllm_mars.lab.prompts import load_prompts
 
 
-@pytest.mark.parametrize("arguments", [[], ["demos"], ["sweep", "--theta", "high"], ["model", "x"]])
-def test_wrong_usage(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    assert "usage: vllm-mars" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -17,7 +17,7 @@ NODE = socket.gethostname()
 
 
 def test_options_arrive_unchanged():
-    options = PickledConfig(MarsConfig(price=0.3, strict_spans=((1, None),)))
+    options = PickledConfig(MarsConfig(protected_token_ids=(1, 2), strict_spans=((1, None),)))
     for arrived in (pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
         assert type(arrived) is PickledConfig
         assert arrived.config == options.config
@@ -60,7 +60,7 @@ def test_a_node_without_the_extension_cannot_read_options():
 
 @pytest.mark.nightly
 def test_arriving_options_install_the_hooks():
-    """A process whose plugins are filtered out verifies by MARS, too."""
+    """A process whose plugins are filtered out also verifies by MARS."""
     pickled_options = pickle.dumps(PickledConfig(MarsConfig())).hex()
     probe = subprocess.run(
         [

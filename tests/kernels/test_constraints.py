@@ -101,29 +101,6 @@ def test_a_prompt_opens_spans_and_thinking(name):
     assert MarkerTracker(config).initial_state(prompt) == THINKING * (state == 2)
 
 
-@pytest.mark.parametrize("back", [0, 1, 63, 64, 254, 255, 256, 1_000, 10_000])
-@pytest.mark.parametrize("before", [[], [5], [9] * 300, [7, 9, 5, 9], [5, 9, 8, 1, 2]])
-@pytest.mark.parametrize("separators", [False, True])
-def test_a_span_stays_open_over_any_distance(back, before, separators):
-    """Across other special tokens and spans, with and without an earlier message."""
-    config = MarsConfig(
-        strict_spans=((7, 8), (10, 11)),
-        strict_opening=0,
-        thinking_start=1,
-        thinking_end=2,
-        **TURNS,
-    )
-    state_after = MarkerTracker(config).initial_state
-    text = [6 if separators and index % 50 == 0 else 9 for index in range(back)]
-    assert state_after([*before, 10, *text]) == 2
-    assert state_after([*before, 10, 7, *text, 8]) == 2
-    assert state_after([*before, 1, *text]) == THINKING
-    assert state_after([*before, 1, 10, *text]) == 2 + THINKING
-    assert state_after([*before, 10, *text, 11]) == 0
-    assert state_after([*before, 1, *text, 2]) == 0
-    assert state_after([*before, 10, *text, 5]) == 0
-
-
 # fmt: off
 UNKNOWN = {
     "without a marker":              ([5, 9], True),

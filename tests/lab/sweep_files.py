@@ -13,9 +13,9 @@ SETTINGS = {"model": "tiny", "prompts": 4, "max_tokens": 21}
 PIECES = (Piece("The"), Piece(" red", 0.5), Piece(" fox <b>\n"), Piece("|", 0.25), Piece(" end"))
 
 
-def mars(price, temperature=0.0, concurrency=1):
+def mars(price, temperature=0.0):
     config = {**NGRAM, "rejection_sample_method": "mars", "mars_price": price}
-    return Cell(f"price {price:g}", config, temperature, concurrency)
+    return Cell(f"price {price:g}", config, temperature, 1)
 
 
 def turn(

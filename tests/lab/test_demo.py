@@ -35,7 +35,7 @@ def test_the_preset(on_cpu):
     assert list(cells) == [(STRICT, 0.0), (MARS, 0.0), (STRICT, 0.7), (MARS, 0.7)]
     for (name, temperature), cell in cells.items():
         assert cell.config["model"] == str(PACKAGED_HEAD)
-        assert cell.is_lossy == (name == MARS)
+        assert (cell.lossy_reason is not None) == (name == MARS)
         assert cell.config["num_speculative_tokens"] == LENGTHS[temperature][name]
     assert "rejection_sample_method" not in cells[STRICT, 0.0].config
     # The fastest lossless verification. On a CPU vLLM samples wrong tokens without MARS.
@@ -121,9 +121,6 @@ def test_two_answers_are_shown_with_the_strict_ones(tmp_path):
             ("The fox was red", ()),
         ),
     ]
-    examples = changed(read_sweep(write_sweep(tmp_path / "read.jsonl", records, STRICT)))
-    losses = {example.lossy.prompt: sum(example.lossy.lost) for example in examples}
-    assert losses == {"p0": 0.75, "p1": 0.5, "p2": 0.1}
     out = printed(tmp_path / "s.jsonl", records)
     assert "MARS changed 3 greedy answers." in out
     least = out.index("The one that changed least: p2")

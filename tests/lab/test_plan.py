@@ -185,6 +185,10 @@ def test_bad_values_fail_before_anything_starts(options, message):
 def test_the_lock_refuses_lossy_rules(monkeypatch):
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
     SweepOptions(methods=("autoregressive", "standard", "strict", "block"))
-    for options in ({"values": {"price": (0.3,)}}, {"methods": ("standard", "fly")}):
+    for options in (
+        {"values": {"price": (0.3,)}},
+        {"methods": ("standard", "fly")},
+        {"methods": ("synthetic",)},
+    ):
         with pytest.raises(RuntimeError, match="VLLM_MARS_LOCK=strict forbids"):
             SweepOptions(**options)

@@ -12,7 +12,6 @@ from vllm_mars.lab.measure import pieces
 from vllm_mars.lab.records import Piece, read_sweep
 from vllm_mars.lab.rows import (
     COLUMNS,
-    Interval,
     estimate,
     ratio_of_means,
     rich_table,
@@ -115,13 +114,6 @@ def test_repeats_are_averaged_by_prompt(tmp_path):
     strict = rows_of(tmp_path / "s.jsonl", records)["standard"]
     assert strict.tpot.value == pytest.approx(0.025)
     assert strict.answers == 12
-
-
-def test_shown():
-    assert shown(Interval(1.0, 0.5, 1.5), ".1f") == "1.0 (0.5 to 1.5)"
-    assert shown(Interval(1.0, 0.5, 1.5), ".1f", ends=False) == "1.0"
-    assert shown(Interval(0.01, 0.01, 0.01), ".0f", 1000) == "10"
-    assert shown(None, ".1f") == ""
 
 
 def test_tables(tmp_path):

@@ -2,14 +2,15 @@
 
 import pytest
 
+from vllm_mars.options import markers, prompts
+
 
 @pytest.fixture
 def warnings(monkeypatch):
     """Warnings of `markers` and `prompts`, with their arguments filled in."""
-    from vllm.logger import init_logger
-
     messages = []
-    for module in ("markers", "prompts"):
-        logger = init_logger(f"vllm.vllm_mars.options.{module}")
-        monkeypatch.setattr(logger, "warning", lambda text, *args: messages.append(text % args))
+    for module in (markers, prompts):
+        monkeypatch.setattr(
+            module.logger, "warning", lambda text, *args: messages.append(text % args)
+        )
     return messages

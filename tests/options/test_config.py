@@ -1,6 +1,5 @@
 """Options of a server: defaults, rules, errors, the lock."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -26,23 +25,10 @@ def test_default_is_the_recommended_bound():
     assert lossy_reason(config, "mars") == "mars_max_loss=0.02"
 
 
-@pytest.mark.parametrize(("rule", "value"), [("theta", 0.8), ("price", 1)])
-def test_the_option_that_is_given_names_the_rule(rule, value):
-    config, _ = split_speculative_config({**MARS, f"mars_{rule}": value})
-    assert (config.rule.name, config.value) == (rule, value)
-    assert config.lossy
-    assert isinstance(config.value, float)
-
-
 @pytest.mark.parametrize("method", [None, "standard", "block", "synthetic"])
 def test_other_methods_are_not_changed(method):
     config = {"method": "ngram"} | ({"rejection_sample_method": method} if method else {})
     assert split_speculative_config(config) == (None, config)
-
-
-def test_options_survive_json():
-    for config in (MarsConfig(theta=0.7, protected_token_ids=(1, 2)), MarsConfig(max_loss=0.1)):
-        assert MarsConfig(**json.loads(json.dumps(config.to_json()))) == config
 
 
 @pytest.mark.parametrize(
@@ -76,14 +62,13 @@ def test_options_survive_json():
         ({"mars_price": 1, "mars_limit": -1}, r"mars_limit=-1 is outside \[0, 1024\]"),
         (
             {"mars_theta": 0.9, "mars_limit": 0.02},
-            "mars_limit=0.02 is given, but without a mars_max_loss of this server requests may ask "
-            "for any; name a mars_max_loss, too, or leave it out",
+            "mars_limit=0.02 is given, but without mars_max_loss a request may choose any bound; "
+            "also give mars_max_loss, or leave it out",
         ),
         (
             {"mars_limit": 0.01},
-            r"mars_limit=0.01 is stricter than this server's own mars_max_loss=0.02, but requests "
-            r"may ask for all that is as strict as their server; leave it out, or have the server "
-            r"itself stricter \(mars_max_loss\)",
+            "mars_limit=0.01 is below mars_max_loss=0.02, which each request may use; leave it "
+            "out, or lower mars_max_loss",
         ),
         (
             {"mars_max_loss": 0, "mars_limit": 1025},
@@ -96,7 +81,7 @@ def test_options_survive_json():
         ({"mars_thinking_end": 1}, "mars_thinking_end is not an option"),
         ({"mars_repeat_guard": 0}, "mars_repeat_guard is not an option of margin"),
         ({"mars_max_relaxed_share": 0.1}, "mars_max_relaxed_share is not .* mars_max_loss?"),
-        ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 draws drafts"),
+        ({"mars_draft_temperature": 0}, r"=0 is outside \[0.01, 2\]; 1 samples drafts"),
         ({"mars_draft_temperature": 2.1}, r"mars_draft_temperature=2.1 is outside \[0.01, 2\]"),
         ({"mars_strict_opening": 4.0}, "mars_strict_opening=4.0 is a float, but must be"),
         ({"mars_protected_token_ids": 7}, "mars_protected_token_ids=7 is not a list of token ids"),
@@ -107,36 +92,6 @@ def test_options_survive_json():
 def test_bad_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         split_speculative_config({**MARS, **options})
-
-
-@pytest.mark.parametrize(
-    ("config", "method", "lossy"),
-    [
-        (MarsConfig(theta=1.0), "standard", False),
-        (MarsConfig(theta=0.99), "standard", True),
-        (MarsConfig(price=0), "standard", False),
-        (MarsConfig(price=0.1), "standard", True),
-        (MarsConfig(max_loss=0, limit=0.02), "standard", False),
-        (None, "standard", False),
-        (None, "block", False),
-        (None, "fly", True),
-        (None, "synthetic", True),
-    ],
-)
-def test_lock(monkeypatch, config, method, lossy):
-    reason = lossy_reason(config, method)
-    monkeypatch.delenv("VLLM_MARS_LOCK", raising=False)
-    check_lock(reason)
-    monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
-    if lossy:
-        message = (
-            "VLLM_MARS_LOCK=strict forbids lossy verification, .*; choose a lossless "
-            "rejection_sample_method, such as 'mars' with mars_max_loss=0, or unset VLLM_MARS_LOCK"
-        )
-        with pytest.raises(RuntimeError, match=message):
-            check_lock(reason)
-    else:
-        check_lock(reason)
 
 
 @pytest.mark.parametrize("lock", ["yes", "Strict", "strict,yes"])
@@ -151,6 +106,7 @@ def test_an_unknown_lock_is_refused(monkeypatch, lock):
     ("options", "lossy", "may_relax"),
     [
         ({}, True, True),
+        ({"theta": 0.99}, True, True),
         ({"theta": 1.0}, False, False),
         ({"theta": 1.0, "max_loss": 0, "limit": 0.5}, False, False),
         ({"price": 0}, False, False),
@@ -176,5 +132,9 @@ def test_the_lock_is_checked_whenever_options_are_read(monkeypatch):
     assert config_of(SimpleNamespace(additional_config={})) is None
     assert config_of(vllm_config) is config
     monkeypatch.setenv("VLLM_MARS_LOCK", "strict")
-    with pytest.raises(RuntimeError, match="forbids lossy verification, but mars_theta=0.7"):
+    message = (
+        "VLLM_MARS_LOCK=strict forbids lossy verification, but mars_theta=0.7; choose a lossless "
+        "rejection_sample_method, such as 'mars' with mars_max_loss=0, or unset VLLM_MARS_LOCK"
+    )
+    with pytest.raises(RuntimeError, match=message):
         config_of(vllm_config)

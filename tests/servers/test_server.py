@@ -11,7 +11,6 @@ from processes import MARK, marked
 from stand_in import StandInServer
 from vllm_mars.servers.scrape import (
     ACCEPTED_TOKENS,
-    DRAFT_TOKENS,
     DRAFTS,
     GENERATED_TOKENS,
     openai_client,
@@ -19,6 +18,7 @@ from vllm_mars.servers.scrape import (
 from vllm_mars.servers.server import VllmServer
 
 ARGS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
 REAL_AT_NIGHT = pytest.mark.parametrize(
     "server_class", [StandInServer, pytest.param(VllmServer, marks=pytest.mark.nightly)]
@@ -49,7 +49,7 @@ def test_serves_counts_and_ends(packaged_model, tmp_path, mark):
             server.start()
     assert marked(mark) == []
     drafts, drafted, accepted = (
-        metrics[name] - before.get(name, 0) for name in (DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS)
+        metrics[name] - before.get(name, 0) for name in (DRAFTS, DRAFTED, ACCEPTED_TOKENS)
     )
     assert 0 < drafted <= 2 * drafts and 0 <= accepted <= drafted
     assert metrics[GENERATED_TOKENS] == answer.usage.completion_tokens

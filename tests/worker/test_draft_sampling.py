@@ -85,7 +85,7 @@ def test_a_seed_repeats_an_answer(models, options):
 
 def test_a_draft_temperature_without_probabilistic_drafts_is_an_error():
     wrap(object(), MarsConfig())
-    with pytest.raises(RuntimeError, match="mars_draft_temperature=0.5 .* object draws no drafts"):
+    with pytest.raises(RuntimeError, match="mars_draft_temperature=0.5 .*object samples no drafts"):
         wrap(object(), MarsConfig(draft_temperature=0.5))
 
 

@@ -6,10 +6,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_mars.functions.verify import ID_DTYPES, check_tensor, verify_greedy
+from vllm_mars.functions.verify import (
+    ID_DTYPES,
+    LOGIT_DTYPES,
+    check_tensor,
+    rule_values,
+    verify_greedy,
+)
 from vllm_mars.kernels.budget import MAX_LOSS, price_units
 from vllm_mars.kernels.rules import PRICE, THETA, Rule
-from vllm_mars.options.config import check_value
 
 # Nodes of a request's tree that are verified.
 MAX_NODES = 128
@@ -82,26 +87,20 @@ def verify_tree(
     """
     if prefer not in ("draft", "target", "longest"):
         raise ValueError(f"prefer={prefer!r} is not one of 'draft', 'target', 'longest'.")
-    rule, value = (PRICE, price) if theta is None else (THETA, theta)
-    if value is None or (theta is not None and price is not None):
-        raise ValueError("theta and price: exactly one names the rule; give only that one.")
     ends = cu_num_draft_tokens
     batch = len(ends)
+    rule, values = rule_values(batch, logits.device, theta=theta, price=price)
     num_draft = len(parents)
     vocab = logits.shape[-1]
     if protected is None:
         protected = logits.new_zeros(vocab, dtype=torch.bool)
-    if not isinstance(value, Tensor):
-        check_value(rule, value, rule.name)
-        value = logits.new_full((batch,), value, dtype=torch.float32)
     for name, tensor, dtypes, shape in (
-        ("logits", logits[:0], (torch.float32, torch.bfloat16, torch.float16), (0, vocab)),
+        ("logits", logits[:0], LOGIT_DTYPES, (0, vocab)),
         ("draft_token_ids", draft_token_ids, ID_DTYPES, (num_draft,)),
         ("parents", parents, (torch.int32,), (num_draft,)),
         ("cu_num_draft_tokens", ends, (torch.int32,), (batch,)),
         ("root_rows", root_rows, ID_DTYPES, (batch,)),
         ("node_rows", node_rows, ID_DTYPES, (num_draft,)),
-        (rule.name, value, (torch.float32,), (batch,)),
         ("protected", protected, (torch.bool,), (vocab,)),
     ):
         check_tensor(name, tensor, dtypes, logits.device, shape)
@@ -121,12 +120,12 @@ def verify_tree(
             rows[parent] if parent in range(len(node_parents)) else rows[-1]
             for parent in node_parents
         ]
-        losses = _losses(logits[parent_rows], drafts, rule, value[req_idx], protected)
+        losses = _losses(logits[parent_rows], drafts, rule, values[req_idx], protected)
         paths: dict[int, list[int]] = {-1: []}
         for node, parent in enumerate(node_parents):
             if parent in paths and losses[node] != REJECTED:
                 paths[node] = [*paths[parent], node]
-        nats = float(value[req_idx]) if rule is PRICE else None
+        nats = float(values[req_idx]) if rule is PRICE else None
         path = min(paths.values(), key=partial(_key, losses=losses, prefer=prefer, price=nats))
         paid = [losses[node] for node in path if losses[node] != STRICT]
         last_row = rows[path[-1] if path else -1]

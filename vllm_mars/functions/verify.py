@@ -1,7 +1,5 @@
 """`verify_greedy`: checks arguments, then runs the CPU version or the Triton kernels."""
 
-from typing import Any
-
 import torch
 
 from vllm_mars.kernels.budget import NO_BOUND
@@ -9,7 +7,7 @@ from vllm_mars.kernels.interface import EngineParams, Protected, Records, Verify
 from vllm_mars.kernels.rules import RULES, Rule
 from vllm_mars.options.config import check_value
 
-_LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -44,7 +42,7 @@ def _check_rows(logits: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> 
     """Checks everything except values, which would wait for the device."""
     if logits.ndim != 2:
         raise ValueError(f"logits has {logits.ndim} dimensions, but must be [num_rows, vocab].")
-    check_tensor("logits", logits[:0], _LOGIT_DTYPES, logits.device)
+    check_tensor("logits", logits[:0], LOGIT_DTYPES, logits.device)
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(
             f"logits has strides {list(logits.stride())}, but a row's elements must be adjacent; "
@@ -115,19 +113,14 @@ def verify_greedy(
     device = logits.device
     _check_rows(logits, ids, ends)
     batch = ends.shape[0]
-    rule, value = _only_one(theta=theta, price=price)
-    if isinstance(value, torch.Tensor):
-        check_tensor(rule.name, value, (torch.float32,), device, (batch,))
-    else:
-        check_value(rule, value, rule.name)
-        value = torch.full((batch,), value, device=device)
+    rule, values = rule_values(batch, device, theta=theta, price=price)
     if protected is not None:
         check_tensor("protected", protected, (torch.bool,), device, (logits.shape[1],))
     if max_draft_len is None:
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
         max_draft_len = max(lengths, default=0)
     records = Records.new(batch, device)
-    records.write_values(rule, value)
+    records.write_values(rule, values)
     records.rate.fill_(NO_BOUND)
     records.max_tokens.fill_(2**31 - 1)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
@@ -161,11 +154,18 @@ def verify_greedy(
     return output._replace(output_token_ids=output.output_token_ids.int())
 
 
-def _only_one(**options: Any) -> tuple[Rule, Any]:
-    """Returns the rule whose option is not None, and its value."""
+def rule_values(
+    batch: int, device: torch.device, **options: float | torch.Tensor | None
+) -> tuple[Rule, torch.Tensor]:
+    """Returns the rule whose option is not None, and its checked values, float32 `[batch]`."""
     chosen = [(RULES[name], value) for name, value in options.items() if value is not None]
     if len(chosen) != 1:
         listed = " and ".join(f"{rule.name}={value}" for rule, value in chosen) or "none of them"
         names = " and ".join(options)
         raise ValueError(f"Exactly one of {names} names the rule; {listed} is given.")
-    return chosen[0]
+    ((rule, value),) = chosen
+    if isinstance(value, torch.Tensor):
+        check_tensor(rule.name, value, (torch.float32,), device, (batch,))
+        return rule, value
+    check_value(rule, value, rule.name)
+    return rule, torch.full((batch,), value, dtype=torch.float32, device=device)

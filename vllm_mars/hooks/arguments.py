@@ -1,5 +1,6 @@
 """Options in vLLM's front end: extracted from the engine arguments, validated per request."""
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
 
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _PROBABILISTIC = "probabilistic"
 
@@ -44,8 +46,8 @@ def extract_config(engine_args: Any, model_config: "ModelConfig") -> None:
     mode = getattr(engine_args, "logprobs_mode", None)
     if config.logprobs == "sampled" and mode != "processed_logprobs":
         raise ValueError(
-            f"mars_logprobs='sampled' needs the logprobs of what requests sample from, but "
-            f"logprobs_mode is {mode!r}; add --logprobs-mode processed_logprobs."
+            f"mars_logprobs='sampled' needs logprobs of the processed logits, but logprobs_mode is "
+            f"{mode!r}; add --logprobs-mode processed_logprobs."
         )
     vocab = model_config.get_vocab_size()
     outside = [token for token in config.protected_token_ids or () if token >= vocab]
@@ -67,8 +69,6 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
     config = config_of(engine_args)
     if config is None:
         return
-    from vllm.logger import init_logger
-
     # The method is known only after vLLM has built its config: it can depend on the draft model, or
     # come from `--spec-method`.
     _check_drafts(config, speculative_config)
@@ -100,7 +100,7 @@ def resolve_draft_sampling(engine_args: Any, speculative_config: "SpeculativeCon
             'fixed ("draft_sample_method": "probabilistic", the default, gains more where requests '
             "sample, at the same loss)"
         )
-    init_logger("vllm.vllm_mars.hooks.arguments").info("Drafts are %s.", kind)
+    logger.info("Drafts are %s.", kind)
 
 
 def check_request(params: "SamplingParams", vllm_config: "VllmConfig") -> None:
@@ -129,7 +129,7 @@ def _check_drafts(config: MarsConfig, speculative_config: "SpeculativeConfig") -
     if not (speculative_config.use_eagle() or speculative_config.uses_draft_model()):
         raise ValueError(
             f"draft_sample_method={_PROBABILISTIC!r} is given, but method {method!r} drafts "
-            "without a distribution to draw from; drop the key, or draft with a head or a draft "
+            "without a distribution to sample from; drop the key, or draft with a head or a draft "
             "model."
         )
     if config.rule.outright:
@@ -153,7 +153,7 @@ def _check_served(engine_args: Any) -> None:
     if (rust_frontend := os.environ.get("VLLM_USE_RUST_FRONTEND", "0")) != "0":
         _refuse(
             f"VLLM_USE_RUST_FRONTEND={rust_frontend}",
-            "that front end does not check requests' own options, nor follow overrides",
+            "that front end checks no options of requests and applies no overrides",
             "unset the variable",
         )
     if getattr(engine_args, "enable_batch_sharded_sampling", False):

@@ -19,6 +19,15 @@ ADAPTIVE = "adaptive verification"
 # The option to drop if an optional part is missing.
 _DROP = {ADAPTIVE: "enable_adaptive_verification"}
 
+_CHAT = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
+_COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+_RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_GPU = "vllm.v1.worker.gpu"
+_RUNNER_V2 = f"{_GPU}.model_runner:GPUModelRunner"
+_SPECULATOR = f"{_GPU}.spec_decode.speculator:BaseSpeculator"
+
 # By part of a server: functions that are wrapped or called, with the parameters that are used: the
 # first ones after self, passed by position, and after "..." those passed by name.
 NEEDED: Mapping[str, Mapping[str, str]] = {
@@ -37,85 +46,60 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.metrics.loggers:PrometheusStatLogger.record": "scheduler_stats",
     },
     "API server": {
-        f"vllm.entrypoints.{method}": parameters
-        for method, parameters in {
-            "openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
-                "request, result_generator"
-            ),
-            "openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
-                "request, result_generator"
-            ),
-            "openai.completion.serving:OpenAIServingCompletion."
-            "request_output_to_completion_response": "final_res_batch, request",
-            "openai.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
-                "request, engine_inputs, result_generator"
-            ),
-            "openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools": (
-                "..., sampling_params"
-            ),
-        }.items()
+        f"{_CHAT}.chat_completion_full_generator": "request, result_generator",
+        f"{_CHAT}.chat_completion_stream_generator": "request, result_generator",
+        f"{_COMPLETION}.request_output_to_completion_response": "final_res_batch, request",
+        f"{_COMPLETION}.completion_stream_generator": "request, engine_inputs, result_generator",
+        f"{_RESPONSES}._generate_with_builtin_tools": "..., sampling_params",
     },
     "engine core": {
-        "vllm.v1.core.sched.scheduler:Scheduler.add_request": "request",
-        "vllm.v1.core.sched.scheduler:Scheduler.get_grammar_bitmask": "scheduler_output",
-        "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "",
-        "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "",
-        "vllm.v1.core.sched.scheduler:Scheduler.schedule": "",
-        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "draft_token_ids",
-        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids_in_output": (
-            "draft_token_ids, scheduler_output"
-        ),
-        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
-            "scheduler_output, model_runner_output"
-        ),
+        f"{_SCHEDULER}.add_request": "request",
+        f"{_SCHEDULER}.get_grammar_bitmask": "scheduler_output",
+        f"{_SCHEDULER}.has_requests": "",
+        f"{_SCHEDULER}.make_stats": "",
+        f"{_SCHEDULER}.schedule": "",
+        f"{_SCHEDULER}.update_draft_token_ids": "draft_token_ids",
+        f"{_SCHEDULER}.update_draft_token_ids_in_output": "draft_token_ids, scheduler_output",
+        f"{_SCHEDULER}.update_from_output": "scheduler_output, model_runner_output",
         "vllm.v1.metrics.stats:RequestSpecDecodeMetrics.new": "num_spec_tokens",
     },
     "V1": {
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_from_logits": (
             "logits, sampling_metadata"
         ),
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": (
-            "scheduler_output, sampled_token_ids"
-        ),
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens": "",
+        f"{_RUNNER_V1}.execute_model": "",
+        f"{_RUNNER_V1}.propose_draft_token_ids": "scheduler_output, sampled_token_ids",
+        f"{_RUNNER_V1}.sample_tokens": "",
     },
     "V2": {
         "vllm.config.speculative:SpeculativeConfig": "..., enable_adaptive_verification",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model": "",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests": "scheduler_output",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": "",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens": "",
+        f"{_RUNNER_V2}.execute_model": "",
+        f"{_RUNNER_V2}.finish_requests": "scheduler_output",
+        f"{_RUNNER_V2}.load_model": "",
+        f"{_RUNNER_V2}.sample_tokens": "",
         "vllm.v1.watermarking.spec_decode:DraftWatermarker.sample": (
             "logits, idx_mapping, ..., logits_cache_col"
         ),
-        "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": (
+        f"{_GPU}.sample.gumbel:gumbel_sample": (
             "logits, expanded_idx_mapping, ..., logits_cache_col"
         ),
-        "vllm.v1.worker.gpu.sample.penalties:apply_penalties": (
+        f"{_GPU}.sample.penalties:apply_penalties": (
             "logits, expanded_idx_mapping, token_ids, expanded_local_pos, repetition_penalty, "
             "frequency_penalty, presence_penalty, prompt_bin_mask, output_bin_counts"
         ),
-        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.capture": "",
-        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": (
-            "cudagraph_mode"
-        ),
-        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.propose": (
-            "input_batch, ..., temperature, seeds, is_profile"
-        ),
-        "vllm.v1.worker.gpu.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
+        f"{_SPECULATOR}.capture": "",
+        f"{_SPECULATOR}.init_cudagraph_manager": "cudagraph_mode",
+        f"{_SPECULATOR}.propose": "input_batch, ..., temperature, seeds, is_profile",
+        f"{_GPU}.states:RequestState.add_request": "req_id, prompt_len, all_token_ids",
     },
     # The truncated lengths, and the estimator that learns from accepted drafts.
     ADAPTIVE: {
-        f"vllm.v1.worker.gpu.spec_decode.{method}": parameters
-        for method, parameters in {
-            "acceptance_estimator:OnlineAcceptanceEstimator.step": (
-                "idx_mapping, num_sampled, num_rejected"
-            ),
-            "adaptive_verification:AdaptiveVerificationManager.reallocate_drafts": (
-                "req_ids, idx_mapping"
-            ),
-        }.items()
+        f"{_GPU}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.step": (
+            "idx_mapping, num_sampled, num_rejected"
+        ),
+        f"{_GPU}.spec_decode.adaptive_verification:AdaptiveVerificationManager.reallocate_drafts": (
+            "req_ids, idx_mapping"
+        ),
     },
 }
 # Our subclasses of vLLM's classes, and the methods that they override.
@@ -148,7 +132,7 @@ def check_interfaces(part: str) -> None:
         )
 
 
-def check_options(runner: Any, _: object) -> None:
+def check_adaptive(runner: Any, _: object) -> None:
     """Checks the interfaces of adaptive verification if a V2 runner's server enables it."""
     if runner.vllm_config.speculative_config.enable_adaptive_verification:
         check_interfaces(ADAPTIVE)

@@ -4,6 +4,7 @@ Without MARS a wrapped method does the same as vLLM's. docs/coupling.md gives an
 """
 
 import functools
+import logging
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
@@ -12,6 +13,8 @@ from typing import Any
 import wrapt
 
 from vllm_mars.options.config import config_of
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _MARKER = "_vllm_mars_patched"
 
@@ -30,9 +33,7 @@ def _once(hook: Hook) -> Hook:
             hook(module)
         except AttributeError as error:
             # Without MARS the server keeps running; with MARS `hooks.compat` refuses to start.
-            from vllm.logger import init_logger
-
-            init_logger("vllm.vllm_mars.hooks.patches").warning(
+            logger.warning(
                 "vllm-mars cannot hook into %s (%s), so this vLLM can serve only without "
                 "rejection_sample_method 'mars'.",
                 module.__name__,
@@ -235,5 +236,5 @@ def patch_runner_v1(module: ModuleType) -> None:
 @_once
 def patch_runner_v2(module: ModuleType) -> None:
     # Checked here, since loading the model can take minutes.
-    _after(module, "GPUModelRunner.__init__", "vllm_mars.hooks.compat:check_options", needs="V2")
+    _after(module, "GPUModelRunner.__init__", "vllm_mars.hooks.compat:check_adaptive", needs="V2")
     _after(module, "GPUModelRunner.load_model", "vllm_mars.worker.sampler_v2:install")

@@ -5,6 +5,7 @@ Instead, unpickling registers the hooks before a model is loaded, and fails if v
 (ModuleNotFoundError), has another version, or is locked only on that node.
 """
 
+import dataclasses
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +30,7 @@ class PickledConfig(str):
         return carrier
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpack, (__version__, self.config.to_json(), lock_is_on())
+        return unpack, (__version__, dataclasses.asdict(self.config), lock_is_on())
 
 
 def unpack(version: str, options: Mapping[str, Any], is_locked: bool) -> PickledConfig:

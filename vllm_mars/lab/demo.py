@@ -40,17 +40,17 @@ def add_parser(commands: Any) -> None:
         help="compare strict verification and MARS on real vLLM servers",
         description="Serves a model with vLLM's strict verification and with MARS at the "
         "recommended setting, sends each the same prompts in turn, greedy and at temperature 0.7, "
-        "compares speed and loss, and shows two answers: a small sweep. By default it takes the "
-        "packaged model with its EAGLE-3 head; another drafts with ngram.",
+        "compares speed and loss, and shows two answers: a small sweep. By default it uses the "
+        "packaged model with its EAGLE-3 head; other models use ngram drafts.",
     )
     add = parser.add_argument
     add("--model", metavar="MODEL", help="default: the packaged model")
     add("--draft", metavar="DRAFT",
         help="ngram, suffix, mtp, or the directory or name of a draft model or head")  # fmt: skip
     add("--num-speculative-tokens", type=int, metavar="K",
-        help="default: that with which each rule was fastest with the packaged head")  # fmt: skip
+        help="default: the fastest for each rule with the packaged head")  # fmt: skip
     add("--prompts", metavar="FILE", help="JSON lines with 'prompt'; default 12 packaged ones")
-    add("--short", action="store_true", help="8 prompts, 24 tokens: that it works, not how fast")
+    add("--short", action="store_true", help="8 prompts, 24 tokens: a test, not a measurement")
     add("--output", type=Path, metavar="FILE", help=f"default {OUTPUT}; logs go next to it")
     sweep_command.add_shared(add)
 

@@ -213,7 +213,7 @@ class LocalRunner:
     def _pieces(self, server: VllmServer, turn: Turn, prompt: str) -> tuple[Piece, ...]:
         """Asks for the answer again, to get its relaxed tokens; () unless examples are on."""
         options, cell = self._sweep.options, turn.cell
-        if not (options.examples and cell.is_lossy and cell.temperature == 0):
+        if not options.examples or cell.lossy_reason is None or cell.temperature > 0:
             return ()
         body = {
             "model": self._sweep.model,

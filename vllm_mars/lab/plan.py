@@ -50,11 +50,11 @@ class Cell(NamedTuple):
     concurrency: int
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether answers can differ from those of strict verification."""
-        config = dict(self.config or {})
+    def lossy_reason(self) -> str | None:
+        """The lossy setting in words, or None if the rule is lossless."""
+        config = self.config or {}
         method = config.get("rejection_sample_method", STANDARD)
-        return lossy_reason(split_speculative_config(config)[0], method) is not None
+        return lossy_reason(split_speculative_config(config)[0], method)
 
 
 class Key(NamedTuple):
@@ -180,11 +180,10 @@ class SweepOptions:
                 config = {**drafts, "num_speculative_tokens": k, **options}
                 if any(option.startswith(OPTION_PREFIX) for option in config):
                     config.setdefault("rejection_sample_method", METHOD)
-                method = config.get("rejection_sample_method", STANDARD)
-                check_lock(lossy_reason(split_speculative_config(config)[0], method))
             for at in self.temperatures if temperature is None else (temperature,):
                 for load in self.concurrencies:
                     cell = Cell(label, config, float(at), load)
+                    check_lock(cell.lossy_reason)
                     if cells.setdefault((label, cell.temperature, load), cell) != cell:
                         raise ValueError(f"two rules are named {label!r}; names must differ.")
         return list(cells.values())

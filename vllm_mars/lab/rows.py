@@ -105,7 +105,7 @@ def _row(records: Sequence[Record], base: Sequence[Record]) -> Row:
         figures["step_ratio"] = compared(ratio_of_middles, blocks, base_blocks, names)
     if all(turn.lost_nats is not None for turn in turns):
         figures["lost"] = estimate(ratio_of_means, blocks, ["lost", "tokens"])
-    elif not cell.is_lossy:
+    elif cell.lossy_reason is None:
         figures["lost"] = Interval(0.0, 0.0, 0.0)
     if all(turn.drift_nats is not None for turn in turns):
         figures["drift"] = estimate(ratio_of_means, blocks, ["drift", "tokens"])

@@ -102,15 +102,12 @@ def run_sweep(
         header = RunHeader(settings, options.base, describe_run(runner.gpu))
         append_line(output, dataclasses.asdict(header))
         measured = runner.run([group for group in groups if group[1]])
-        started = time.monotonic()
-        first = True
         for number, record in enumerate(stack.enter_context(contextlib.closing(measured)), 1):
             append_line(output, dataclasses.asdict(record))
             rest = ""
-            if first:
+            if number == 1:
                 # The first turn includes the start of servers, which would distort the estimate.
                 started = time.monotonic()
-                first = False
             else:
                 each = (time.monotonic() - started) / (number - 1)
                 to_go = timedelta(seconds=round(each * (left - number)))

@@ -20,9 +20,9 @@ def add_parser(commands: Any) -> None:
         "sweep",
         help="measure rules, drafts, temperatures and load on real vLLM servers",
         description="Serves a model with each rule, lets the servers answer the same prompts in "
-        "turn, times them with `vllm bench serve` and writes one JSON line for each turn. Called "
-        "again it goes on where it was interrupted. Without options: the packaged model, ngram "
-        "drafts, strict verification and the recommended setting; see docs/measuring.md.",
+        "turn, times them with `vllm bench serve` and writes one JSON line for each turn. Call it "
+        "again to resume. Without options: the packaged model, ngram drafts, strict verification "
+        "and the recommended setting; see docs/measuring.md.",
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", default=Path("build/sweep.jsonl"),
@@ -36,22 +36,22 @@ def add_parser(commands: Any) -> None:
     add("--method", dest="methods", nargs="+", metavar="METHOD",
         help="autoregressive, standard (vLLM's default), strict (MARS at price 0), mars (the "
         "recommended setting), or any other rejection_sample_method of vLLM; default standard, and "
-        "mars where no other rule is given")  # fmt: skip
+        "mars if there is no other rule")  # fmt: skip
     for name, rule in RULES.items():
         add(f"--{name}", nargs="+", type=float, metavar="VALUE",
             help=f"a rule for each {rule.option}")  # fmt: skip
     add("--cell", dest="cells", action="append", metavar="NAME=JSON",
         help="a rule of any keys of vLLM's speculative config, such as 'bounded={\"mars_price\": "
         "0.3, \"mars_max_loss\": 0.02}', and \"draft\" and \"temperature\"")  # fmt: skip
-    add("--baseline", metavar="NAME", help="the rule that ratios are over; default the first")
+    add("--baseline", metavar="NAME", help="rule in the denominator of ratios; default the first")
     add("--temperature", dest="temperatures", nargs="+", type=float, metavar="T", help="default 0")
     add("--concurrency", dest="concurrencies", nargs="+", type=int, metavar="N",
         help="requests at a time; default 1")  # fmt: skip
     add("--prompts", nargs="+", metavar="FILE", help="JSON lines with 'prompt'")
     add("--num-prompts", type=int, metavar="N", help="from the categories in turn; default all")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 1024")
-    add("--ignore-eos", action="store_true", default=None, help="each answer has that length")
-    add("--block", type=int, metavar="N", help="prompts of one turn; default 8")
+    add("--ignore-eos", action="store_true", default=None, help="make each answer that long")
+    add("--block", type=int, metavar="N", help="prompts per turn; default 8")
     add("--repeats", type=int, metavar="N", help="passes over all prompts; default 1")
     add("--seed", type=int, help="default 0")
     add("--side-by-side", type=int, metavar="N",
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
     add("--turn-timeout", type=float, metavar="SECONDS", help="per turn; default 3600")
     add("--retry-failed", action="store_true", help="measure failed turns again")
     add("--ray", metavar="ADDRESS", help="measure on this Ray cluster; 'auto' finds a local one")
-    add("--gpus", type=int, metavar="N", help="of one server on Ray; default 1")
+    add("--gpus", type=int, metavar="N", help="GPUs per server on Ray; default 1")
     add_shared(add)
 
 

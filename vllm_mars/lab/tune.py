@@ -190,7 +190,7 @@ def tune(
     output: Path,
     *,
     minutes: float,
-    anew: bool = False,
+    anew: bool,
 ) -> tuple[Served, SweepFile]:
     """Chooses among all pairs of a family and a K; `sweep` has no rules.
 
@@ -297,7 +297,7 @@ def add_parser(commands: Any) -> None:
         description="Measures no drafts, strict verification and MARS at several K on real servers "
         "with your prompts, drops slow ones, and prints a --speculative-config for each "
         "temperature and one for all, compared with no drafts and the best strict setting. "
-        "Called again it goes on.",
+        "Call it again to resume.",
     )
     add = parser.add_argument
     add("--model", metavar="MODEL", help="default: the packaged model with its EAGLE-3 head")
@@ -306,12 +306,12 @@ def add_parser(commands: Any) -> None:
         "ngram, for the packaged model its head")  # fmt: skip
     add("--prompts", nargs="+", metavar="FILE", help="JSON lines with 'prompt', in random order")
     add("--temperature", dest="temperatures", nargs="+", type=float, metavar="T",
-        help="that your requests have; default 0 1")  # fmt: skip
+        help="temperatures of your requests; default 0 1")  # fmt: skip
     add("--concurrency", dest="concurrencies", nargs="+", type=int, metavar="N",
         help="requests at a time; default 1 4 16")  # fmt: skip
     add("--num-speculative-tokens", nargs="+", type=int, metavar="K", help="default 1 2 3 5")
     add("--max-loss", type=float, metavar="NATS", help="mars_max_loss; default 0.02")
-    add("--minutes", type=float, help="of requests; servers' starts come on top; default 20")
+    add("--minutes", type=float, help="of requests, without server starts; default 20")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default 1024")
     add("--side-by-side", type=int, metavar="N",
         help="servers at a time, which share the GPU's memory; default 3")  # fmt: skip

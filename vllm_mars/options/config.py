@@ -138,7 +138,7 @@ class MarsConfig(_Values):
                 "mars_strict_opening", self.strict_opening, MOST_OPENING, meaning, integer=True
             )
         if self.draft_temperature is not None:
-            meaning = "1 draws drafts at each request's own temperature, as vLLM does"
+            meaning = "1 samples drafts at each request's temperature, as vLLM does"
             least, most = _DRAFT_TEMPERATURES
             _require_within(
                 "mars_draft_temperature", self.draft_temperature, most, meaning, least=least
@@ -158,18 +158,17 @@ class MarsConfig(_Values):
     def _check_limit(self) -> None:
         if self.limit is None:
             return
-        meaning = "it is the largest mars_max_loss that a request may ask for"
+        meaning = "it is the largest mars_max_loss that a request may choose"
         _require_within("mars_limit", self.limit, MOST_MAX_LOSS, meaning)
         if self.max_loss is None:
             raise ValueError(
-                f"mars_limit={self.limit} is given, but without a mars_max_loss of this server "
-                "requests may ask for any; name a mars_max_loss, too, or leave it out."
+                f"mars_limit={self.limit} is given, but without mars_max_loss a request may choose "
+                "any bound; also give mars_max_loss, or leave it out."
             )
         if self.limit < self.max_loss:
             raise ValueError(
-                f"mars_limit={self.limit} is stricter than this server's own "
-                f"mars_max_loss={self.max_loss:g}, but requests may ask for all that is as strict "
-                "as their server; leave it out, or have the server itself stricter (mars_max_loss)."
+                f"mars_limit={self.limit} is below mars_max_loss={self.max_loss:g}, which each "
+                "request may use; leave it out, or lower mars_max_loss."
             )
 
     def _rule_values(self) -> list[tuple[Rule, float]]:
@@ -223,9 +222,6 @@ class MarsConfig(_Values):
     def clients_may_relax(self) -> bool:
         """Whether a request can choose lossy verification."""
         return self.most_max_loss != 0 and self.value != self.rule.strict
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def price_of_bound(max_loss: float, temperature: float, is_probabilistic: bool) -> float:

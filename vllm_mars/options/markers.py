@@ -4,6 +4,7 @@ A user may give a marker as text, or leave it to the server's tool or reasoning 
 which scan the answers (`vllm_mars.kernels.constraints.markers`), only know ids.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from vllm_mars.options.prompts import turns_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def resolve_markers(
@@ -87,10 +90,8 @@ def _spans_of_tool_parser(
     name: str, model_config: "ModelConfig"
 ) -> tuple[tuple[int, int | None], ...]:
     """Returns the markers of a tool parser that are single tokens."""
-    from vllm.logger import init_logger
     from vllm.tool_parsers import ToolParserManager
 
-    logger = init_logger("vllm.vllm_mars.options.markers")
     tokenizer = _tokenizer(model_config)
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
@@ -141,7 +142,6 @@ def _thinking(
 ) -> tuple[int | None, int | None]:
     """Returns the tokens that begin and end the thinking section; None for unknown ones."""
     from vllm.config.reasoning import ReasoningConfig
-    from vllm.logger import init_logger
 
     config_args = engine_args.reasoning_config or {}
     reasoning = (
@@ -162,8 +162,8 @@ def _thinking(
         is_section = len(start) == 1 and start != end
         return int(start[0]) if is_section else None, int(end[0])
     if config.opening:
-        init_logger("vllm.vllm_mars.options.markers").warning(
-            "Only the answer's own begin is a strict opening: the end of the thinking section is "
+        logger.warning(
+            "Only the start of an answer is a strict opening: the end of the thinking section is "
             "%d tokens of this model, not one.",
             len(end),
         )

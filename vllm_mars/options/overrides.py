@@ -8,6 +8,7 @@ parameters which a caller reuses are not modified.
 
 import functools
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.requests import OVERRIDES, check_overrides
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 VARIABLE = "VLLM_MARS_OVERRIDES"
 # Minimum seconds between checks of the file.
@@ -55,7 +58,7 @@ class Overrides:
             self._options = self._read()
         except ValueError as error:
             in_force = json.dumps(self._options)
-            _logger().error("%s Until then this stays in force: %s", error, in_force)
+            logger.error("%s Until then this stays in force: %s", error, in_force)
             return
         for observer in self._observers:
             observer(self._options)
@@ -70,13 +73,11 @@ class Overrides:
                 f"{VARIABLE}={self._path} cannot be used: {reason}. Write JSON there, such as "
                 '{"mars_max_loss": 0}, or {} for no override.'
             ) from error
-        _logger().info("%s: in force for new requests: %s", VARIABLE, json.dumps(options))
+        logger.info("%s: in force for new requests: %s", VARIABLE, json.dumps(options))
         return options
 
 
-@functools.cache
-def _overrides(path: str, config: MarsConfig) -> Overrides:
-    return Overrides(path, config)
+_overrides = functools.cache(Overrides)
 
 
 def overrides_of(config: MarsConfig) -> Overrides | None:
@@ -105,9 +106,3 @@ def _stamp(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
-
-
-def _logger() -> Any:
-    from vllm.logger import init_logger
-
-    return init_logger("vllm.vllm_mars.options.overrides")

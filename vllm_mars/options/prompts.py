@@ -7,8 +7,10 @@ the template once and looks for the tokens between the texts.
 """
 
 import itertools
+import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from vllm_mars.options.requests import UNKNOWN_PROMPT
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 # Texts of the rendered messages, which no template contains.
 _WORDS = ("Marzipan", "Zwieback", "Tangerine")
@@ -43,9 +47,7 @@ def turns_of(
         if min(offsets) >= 0:
             return _ends(rendered, offsets, ids)
         reason = rendered
-    from vllm.logger import init_logger
-
-    init_logger("vllm.vllm_mars.options.prompts").warning(
+    logger.warning(
         "It is not known by which tokens the chat template ends a message (%s). A request whose "
         "prompt may have opened a span or the thinking section is verified strictly.",
         reason,
@@ -70,14 +72,11 @@ def _rendered(
         ]
         settings: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
         try:
+            apply = tokenizer.apply_chat_template
             if mode == "hf":
                 settings["chat_template"] = hf.load_chat_template(chat_template)
-                yield (
-                    words,
-                    hf.safe_apply_chat_template(model_config, tokenizer, messages, **settings),
-                )
-            else:
-                yield words, tokenizer.apply_chat_template(messages, **settings)
+                apply = partial(hf.safe_apply_chat_template, model_config, tokenizer)
+            yield words, apply(messages, **settings)
         except hf.ChatTemplateResolutionError:
             # Without a template no token ends a message.
             yield words, " ".join(words)

@@ -6,6 +6,7 @@ workers parse them again, when the request enters the schedule and the batch, an
 because not every front end checks.
 """
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,8 @@ from vllm_mars.options.lock import LOCK_VARIABLE, lock_is_on
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 # Rule of each option.
 _RULES = {rule.option: rule for rule in RULES.values()}
@@ -71,10 +74,8 @@ def options_of(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     except ValueError as error:
         # Only the first: a client could send many.
         if not _SAID:
-            from vllm.logger import init_logger
-
             _SAID.append(error)
-            init_logger("vllm.vllm_mars.options.requests").warning(
+            logger.warning(
                 "A bad request came past the front end: %s All such requests are verified "
                 "strictly; vLLM's own front end in Python refuses them with HTTP 400.",
                 error,

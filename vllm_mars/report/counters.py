@@ -5,7 +5,6 @@ step's output (`vllm_mars.report.worker`).
 """
 
 import time
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +30,6 @@ class Counters:
         num_speculative_tokens: int,
         device: torch.device,
         interval: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout = CounterLayout(num_speculative_tokens)
         self.device = device
@@ -39,8 +37,7 @@ class Counters:
         if interval is None:
             interval = 0.0 if self._on_host else INTERVAL
         self._interval = interval
-        self._clock = clock
-        self._next_copy = clock()
+        self._next_copy = time.monotonic()
         self._taken = np.zeros(layout.size, dtype=np.int64)
         # Event after the copy in flight.
         self._copied: Any = None
@@ -74,7 +71,7 @@ class Counters:
         returns its result. `flush` copies now and waits: only for when no request is left.
         """
         if self._copied is None or flush:
-            now = self._clock()
+            now = time.monotonic()
             if not flush and now < self._next_copy:
                 return None
             self._next_copy = now + self._interval

@@ -5,6 +5,7 @@ counts of several API servers add up.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,17 +19,19 @@ from vllm_mars.options.config import MarsConfig
 from vllm_mars.options.overrides import Overrides, overrides_of
 from vllm_mars.report.carrier import EngineReport, add_counts, found_on
 
+logger = logging.getLogger(f"vllm.{__name__}")
+
 ALLOWED = "vllm:mars_max_loss_nats_per_token"
 OVERRIDE = "vllm:mars_override"
 INFO = "vllm:mars_info"
 
 # Of the gauges; `COUNTERS` has the texts of the counters.
 _HELP = {
-    ALLOWED: "What an answer may lose per token, in nats: mars_max_loss of this server, or the "
-    "larger one that requests may ask for.",
-    OVERRIDE: "What VLLM_MARS_OVERRIDES holds new requests to, by option; NaN where it names none.",
-    INFO: "1, with the version of vllm-mars, the option that names this server's rule, its value, "
-    "whether that is lossy, and the loosest value that a request may ask for.",
+    ALLOWED: "Largest loss of an answer per token that this server allows, in nats: mars_limit, or "
+    "else mars_max_loss.",
+    OVERRIDE: "Value that VLLM_MARS_OVERRIDES sets for new requests, by option; NaN if none.",
+    INFO: "1, with the version of vllm-mars, the option of this server's rule, its value, whether "
+    "that is lossy, and the loosest value that a request may choose.",
 }
 # Relaxable positions without any gain before the log warns. If one in 200 gained something, fewer
 # than one server in 100 would get here without a gain.
@@ -143,7 +146,7 @@ class MarsLogging:
             _check_length(counts, self._layout)
             self._counts = add_counts(self._counts, counts)
 
-    def log(self, logger: Any, prefix: str = "") -> None:
+    def log(self, prefix: str = "") -> None:
         """Logs the sums since the last call, or nothing if no position was verified."""
         layout = self._layout
         counts = self._counts
@@ -166,9 +169,9 @@ class MarsLogging:
             share(up - down, generated),
             sum(counts[layout.relaxed]),
         )
-        self._warn_if_inert(counts, logger, prefix)
+        self._warn_if_inert(counts, prefix)
 
-    def _warn_if_inert(self, counts: list[int], logger: Any, prefix: str) -> None:
+    def _warn_if_inert(self, counts: list[int], prefix: str) -> None:
         if self._inert is None:
             return
         if any(counts[self._layout.gained]):
@@ -234,7 +237,7 @@ def _add_override(stat_logger: Any, config: MarsConfig, overrides: Overrides) ->
 
 def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
     """Makes a `LoggingStatLogger` of vLLM also log the counts, after its lines."""
-    logging = MarsLogging(
+    ours = MarsLogging(
         CounterLayout(stat_logger.vllm_config.speculative_config.num_speculative_tokens)
     )
     log = stat_logger.log
@@ -242,10 +245,10 @@ def add_log_line(stat_logger: Any, config: MarsConfig) -> None:
     @functools.wraps(log)
     def log_and_add() -> None:
         log()
-        logging.log(_logger(), stat_logger.log_prefix)
+        ours.log(stat_logger.log_prefix)
 
     stat_logger.log = log_and_add
-    _observe_records(stat_logger, lambda counts, generated, _: logging.observe(counts, generated))
+    _observe_records(stat_logger, lambda counts, generated, _: ours.observe(counts, generated))
 
 
 def _observe_records(
@@ -272,12 +275,6 @@ def _check_length(counts: list[int], layout: CounterLayout) -> None:
             f"{len(counts)} counts came from a worker, but {layout.size} were expected; install "
             "the same version of vllm-mars on every node."
         )
-
-
-def _logger() -> Any:
-    from vllm.logger import init_logger
-
-    return init_logger("vllm.vllm_mars.report.metrics")
 
 
 def drain_counts(engine: Any, _: MarsConfig) -> None:

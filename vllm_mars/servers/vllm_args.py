@@ -32,7 +32,7 @@ CPU_ENV = {
 SETTLE_SECONDS = 1.5
 
 
-def server_args(on_cpu: bool, servers: int = 1) -> list[str]:
+def server_args(on_cpu: bool, servers: int) -> list[str]:
     """Returns the arguments of one of `servers` that run at the same time."""
     share = ("--gpu-memory-utilization", f"{GPU_MEMORY / servers:.2f}")
     return [*SERVER_ARGS, *(CPU_ARGS if on_cpu else share)]

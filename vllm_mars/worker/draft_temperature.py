@@ -15,7 +15,7 @@ def drafter_attribute(drafter: Any, name: str) -> Any:
         return getattr(drafter, name)
     except AttributeError:
         raise RuntimeError(
-            f"{type(drafter).__name__} has no {name}, by which vllm-mars knows how it draws "
+            f"{type(drafter).__name__} has no {name}, by which vllm-mars knows how it samples "
             "drafts; install a vLLM that it knows, or drop rejection_sample_method 'mars'."
         ) from None
 
@@ -25,13 +25,13 @@ def scales_temperature(is_probabilistic: bool, drafter: Any, config: MarsConfig)
     if not is_probabilistic and config.draft_temperature is not None:
         raise RuntimeError(
             f"mars_draft_temperature={config.draft_temperature} is given, but "
-            f"{type(drafter).__name__} draws no drafts; drop the option, or draft with a head or a "
-            "draft model."
+            f"{type(drafter).__name__} samples no drafts; drop the option, or draft with a head or "
+            "a draft model."
         )
     if not is_probabilistic or config.draft_share == 1:
         return False
     logger.info(
-        "Drafts are drawn at %g times each request's temperature (mars_draft_temperature).",
+        "Drafts are sampled at %g times each request's temperature (mars_draft_temperature).",
         config.draft_share,
     )
     return True

@@ -265,8 +265,8 @@ def install(runner: Any, config: MarsConfig) -> None:
     if not current_platform.is_cpu():
         raise NotImplementedError(
             f"rejection_sample_method='mars' needs vLLM's Model Runner V2 on "
-            f"{current_platform.device_name}, but this engine runs V1, which MARS serves on CPUs "
-            "alone; set VLLM_USE_V2_MODEL_RUNNER=1, or drop what V2 does not serve."
+            f"{current_platform.device_name}, but this engine runs V1, which MARS serves only on "
+            "CPUs; set VLLM_USE_V2_MODEL_RUNNER=1, or drop what V2 does not serve."
         )
     exclude_prefill_seeds(runner)
     spec_config = runner.speculative_config
