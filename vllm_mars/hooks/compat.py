@@ -58,7 +58,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
     "engine core": {
         "vllm.v1.core.sched.scheduler:Scheduler.add_request": "request",
         "vllm.v1.core.sched.scheduler:Scheduler.get_grammar_bitmask": "scheduler_output",
-        "vllm.v1.core.sched.scheduler:Scheduler.has_requests": "",
+        "vllm.v1.core.sched.scheduler:Scheduler.has_unfinished_requests": "",
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "",
         "vllm.v1.core.sched.scheduler:Scheduler.schedule": "",
         "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "draft_token_ids",
