@@ -22,6 +22,7 @@ class Scheduler:
 
     def __init__(self):
         self.requests, self.left, self.log_stats = {}, 0, True
+        self.finished_req_ids = set()
         self.vllm_config = SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=3)
         )
@@ -33,8 +34,12 @@ class Scheduler:
     def schedule(self):
         pass
 
-    def has_requests(self):
+    def has_unfinished_requests(self):
         return self.left > 0
+
+    def has_requests(self):
+        # A KV connector keeps ended requests until another server has read their cache.
+        return True
 
     def update_from_output(self, scheduler_output, model_runner_output):
         tokens = [7] * model_runner_output.produced
@@ -154,6 +159,20 @@ def test_the_scheduler_passes_the_counts_on():
     assert step(COUNTS) is None
     scheduler.log_stats = True
     assert step() == [count + 1 for count in COUNTS]
+
+
+def test_more_follows_until_no_request_is_left():
+    scheduler = Scheduler()
+
+    def has_more():
+        report = found_on(stepped(scheduler).scheduler_stats)
+        return report is not None and report.has_more
+
+    assert not has_more()
+    scheduler.finished_req_ids.add("a")
+    assert has_more()
+    scheduler.finished_req_ids.clear()
+    assert not has_more()
 
 
 def test_an_llm_reads_until_its_engine_is_idle():

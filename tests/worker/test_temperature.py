@@ -1,6 +1,7 @@
 """The kernels divide logits by the temperature if a batch needs no other logits processing."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch
 # vLLM's CPU worker must replace pinned memory and streams before V2 modules import them.
 import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip
 from vllm import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from benchmarks.step_v2 import Shape, step_of, tokens_of
+from benchmarks.step_v2 import Shape, step_of, tokens_of, vllm_config
 from vllm_mars import MarsConfig
 
 pytestmark = [
@@ -76,6 +78,21 @@ def test_lossy_requests_get_the_tokens_of_divided_logits(processed, is_probabili
         assert torch.equal(counts, expected_counts)
     else:
         assert torch.allclose(records.lost.float(), expected_records.lost.float(), rtol=1e-3)
+
+
+def test_values_that_change_no_logits_need_no_processing(processed):
+    """Values that vLLM's front end sets, and with which clients switch an option off."""
+    front_end = SimpleNamespace(vllm_config=vllm_config())
+    samplings = params(top_k=-1, logit_bias={}, allowed_token_ids=[], bad_words=[])
+    for sampling in samplings:
+        is_watermarked = InputProcessor.resolve_watermarking(front_end, sampling)
+        InputProcessor.apply_watermarking(front_end, sampling, is_watermarked)
+        sampling.update_from_generation_config({"eos_token_id": [3, 4]}, 2)
+    tokens_of(made(False, samplings).verification(LOSSY))
+    assert not processed
+    for number, option in enumerate(({"top_k": 5}, {"thinking_token_budget": 0}), 1):
+        tokens_of(made(False, params(**option)).verification(LOSSY))
+        assert len(processed) == number
 
 
 def test_a_third_partys_logits_processor_is_applied(processed):

@@ -55,7 +55,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
     "engine core": {
         f"{_SCHEDULER}.add_request": "request",
         f"{_SCHEDULER}.get_grammar_bitmask": "scheduler_output",
-        f"{_SCHEDULER}.has_requests": "",
+        f"{_SCHEDULER}.has_unfinished_requests": "",
         f"{_SCHEDULER}.make_stats": "",
         f"{_SCHEDULER}.schedule": "",
         f"{_SCHEDULER}.update_draft_token_ids": "draft_token_ids",

@@ -89,7 +89,10 @@ def forward_reports(scheduler: Any, config: MarsConfig) -> None:
         stats = make_stats(*args, **kwargs)
         # None if statistics are off.
         if stats is not None:
-            has_more = bool(num_in_flight or scheduler.has_requests())
+            # `has_requests` is also true while a KV connector keeps an ended request.
+            has_more = bool(
+                num_in_flight or scheduler.has_unfinished_requests() or scheduler.finished_req_ids
+            )
             if counts is not None or has_more:
                 put(stats, EngineReport(counts, has_more))
                 counts = None

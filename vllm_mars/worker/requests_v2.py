@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 
 # Sampling parameters that leave the logits unchanged, and the temperature, which the kernels can
-# apply. A grammar masks the logits before the sampler.
+# apply. A grammar masks the logits before the sampler. vLLM's front end sets `watermarking` in each
+# request, and MARS refuses watermarks. `_features` checks top-k, which -1 also switches off.
 _CHANGES_NO_LOGITS = frozenset(
     (
         "_all_stop_token_ids",
         "_eos_token_id",
+        "_watermarking_skipped",
         "detokenize",
         "extra_args",
         "flat_logprobs",
@@ -57,6 +59,8 @@ _CHANGES_NO_LOGITS = frozenset(
         "stream_interval",
         "structured_outputs",
         "temperature",
+        "top_k",
+        "watermarking",
     )
 )
 
@@ -81,10 +85,14 @@ def _features(params: "SamplingParams") -> RequestFeatures:
     default = type(params)()
     # An unknown parameter may change the logits.
     for name in params.__struct_fields__:
-        if name not in _CHANGES_NO_LOGITS and getattr(params, name) != getattr(default, name):
+        if name in _CHANGES_NO_LOGITS:
+            continue
+        value = getattr(params, name)
+        # An empty `logit_bias` or list of tokens changes nothing either.
+        if value != getattr(default, name) and value not in ([], {}):
             features |= RequestFeatures.LOGITS
     if params.top_k > 0 or params.top_p < 1 or use_penalty(params):
-        features |= RequestFeatures.DRAFTS
+        features |= RequestFeatures.DRAFTS | RequestFeatures.LOGITS
     if params.temperature:
         features |= RequestFeatures.SAMPLES
         if params.temperature != 1:
