@@ -114,6 +114,7 @@ def test_values(config, extra_args, expected):
         (THETA, {"mars_theta": 2**63}, r"mars_theta=9223372036854775808 is outside \(0, 1\]"),
         (THETA, {"mars_theta": None}, "mars_theta=None is a NoneType, but must be a number"),
         (THETA, {"mars_tehta": 0.9}, "mars_tehta is not an option of a request; .* mars_theta?"),
+        (BOUND, {"mars-max-loss": 0}, "mars-max-loss is not an option .* mean mars_max_loss?"),
         (THETA, {"mars_return": "yes"}, "mars_return='yes' is not true or false"),
         (
             OPT_IN,

@@ -106,10 +106,11 @@ def _options(params: "SamplingParams", config: MarsConfig) -> RequestOptions:
     """Returns the options of a request, parsed once per process and cached on its parameters."""
     inputs = _Inputs(
         config=config,
+        # A key with dashes is not dropped but refused, like a misspelt one.
         extra_args={
             key: value
             for key, value in (params.extra_args or {}).items()
-            if isinstance(key, str) and key.startswith(OPTION_PREFIX)
+            if isinstance(key, str) and key.replace("-", "_").startswith(OPTION_PREFIX)
         },
         is_constrained=params.structured_outputs is not None,
         num_stops=len(params.stop_token_ids or ()),
