@@ -124,15 +124,29 @@ def test_the_option_that_a_script_sets_is_refused(name):
     assert done.returncode == 2 and f"error: {option} is this script's own" in done.stderr
 
 
+def test_results_of_an_earlier_evaluation_are_not_replaced(tmp_path):
+    (earlier := tmp_path / "mars").mkdir()
+    done = subprocess.run(
+        [EXAMPLES / "evaluate/evaluate.sh", "http://127.0.0.1:9"],
+        cwd=ROOT,
+        env={**os.environ, "OUTPUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and earlier.is_dir()
+    assert f"error: OUTPUT={tmp_path} holds results of an earlier run; move them" in done.stderr
+
+
 @pytest.mark.nightly
 def test_theta_is_scored_without_a_bound_and_sampled(packaged_model, tmp_path):
-    """Like the paper's experiments, over several seeds."""
+    """Like the paper's experiments, over several seeds, on a server with an API key."""
     config = speculative_config(
         str(PACKAGED_HEAD), 3, rejection_sample_method="mars", mars_theta=0.9
     )
     output, task = tmp_path / "evaluate", EXAMPLES / "evaluate/first_sentence.yaml"
     env = {"OUTPUT": str(output), "HF_HOME": str(tmp_path / "cache"), "SEEDS": "5 6"}
-    with packaged_server(packaged_model, config, tmp_path) as server:
+    env["OPENAI_API_KEY"] = "sk-test"
+    with packaged_server(packaged_model, config, tmp_path, "--api-key", "sk-test") as server:
         printed = run("evaluate/evaluate.sh", server.base_url, task, "--limit", 3, **env)
     requests = {}
     for path in output.rglob("samples_*.jsonl"):

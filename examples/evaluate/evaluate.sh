@@ -6,8 +6,9 @@
 #
 # It needs `pip install '.[evaluate]'`, on any machine. It measures the server's setting, or the bound
 # MAX_LOSS, and prints which (lossy.py); with theta there is no bound. TEMPERATURE is 0 by default, or 1
-# with theta; SEEDS is "1 2 3" above 0. MAX_TOKENS replaces the task's limit, or lm-eval's of 256. Use
-# generation tasks, since multiple choice verifies no draft.
+# with theta; SEEDS is "1 2 3" above 0. MAX_TOKENS replaces the task's limit, or lm-eval's of 256. The
+# server's API key is taken from OPENAI_API_KEY. Use generation tasks, since multiple choice verifies no
+# draft. Results are in OUTPUT, build/evaluate by default; those of an earlier run are never deleted.
 # pairs.py prints the table and the smallest loss that it can show.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -21,14 +22,18 @@ for given in "${@:3}"; do
         exit 2
     fi
 done
+if [[ -e $output/strict || -e $output/mars ]]; then
+    echo "error: OUTPUT=$output holds results of an earlier run; move them, or set OUTPUT to another folder." >&2
+    exit 2
+fi
 rule_of_server=$(python "$here/../lossy.py" "$url")
 temperature=${TEMPERATURE:-$([[ $rule_of_server == mars_theta* ]] && echo 1 || echo 0)}
 seeds=${SEEDS:-$([[ $temperature =~ ^[0.]+$ ]] && echo 1 || echo 1 2 3)}
 echo "Temperature $temperature, seeds: $seeds" >&2
-model=$(curl --fail --silent --show-error "$url/v1/models" |
+# The key comes by stdin, since other users of the machine could read an argument.
+model=$(curl --fail --silent --show-error --header @- "$url/v1/models" <<<"Authorization: Bearer ${OPENAI_API_KEY:-}" |
     python -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
 
-rm -rf "$output/strict" "$output/mars"
 for seed in $seeds; do
     for rule in strict mars; do
         # The rules differ only in this key.

@@ -13,7 +13,7 @@ from vllm_mars.cli.__main__ import main
 from vllm_mars.cli.doctor import findings_at, findings_here
 from vllm_mars.servers.scrape import ALLOWED
 
-# Increase of a server's counters with each answer.
+# Increase of a server's counters with each answer of more than a token.
 GAINS = {"verified": 30, "relaxable": 20, "gained": 2.5, "lost": 0.24, "refused": {"protected": 1}}
 COUNTERS = {
     "verified": 'vllm:mars_verified_positions_total{position="0"}',
@@ -22,29 +22,32 @@ COUNTERS = {
     "lost": "vllm:mars_lost_nats_total",
 }
 TOKENS = 48
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 @contextmanager
 def server(
     increase, report, metrics=None, refuses=None, draft_sample_method="probabilistic", info=()
 ):
-    """Runs a fake server; yields its address and a list of the requests' bodies.
+    """Runs a fake server; yields its address and a list of the requests' paths and bodies.
 
     Args:
-        increase: of the counters with each answer.
+        increase: of the counters with each answer of more than a token.
         report: of `mars_return`, or a function that makes it from the `vllm_xargs`; None: none.
-        refuses: returns from a body why it is refused, if it is.
+        refuses: returns from a path why it is refused, if it is.
     """
-    bodies = []
+    requests = []
     drafts = {"draft_sample_method": draft_sample_method, "log_ratios": [0.0]}
 
     def exported():
-        lines = [f"vllm:generation_tokens_total {7 + TOKENS * len(bodies)}", *info]
+        lengths = [min(body["max_tokens"], TOKENS) for _, body in requests]
+        num_answers = sum(length > 1 for length in lengths)
+        lines = [f"vllm:generation_tokens_total {7 + sum(lengths)}", *info]
         for name, metric in COUNTERS.items():
             # Not from 0, because of earlier requests.
-            lines.append(f"{metric} {5 + increase.get(name, 0) * len(bodies)}")
+            lines.append(f"{metric} {5 + increase.get(name, 0) * num_answers}")
         for reason, count in increase.get("refused", {}).items():
-            value = count * len(bodies)
+            value = count * num_answers
             lines.append(f'vllm:mars_refused_positions_total{{reason="{reason}"}} {value}')
         return "\n".join(lines) + "\n"
 
@@ -55,49 +58,58 @@ def server(
         def do_GET(self):  # noqa: N802
             if self.path == "/v1/models":
                 model = {"id": "m", "object": "model", "created": 0, "owned_by": "x"}
+                model["max_model_len"] = 1000
                 self.answer_json({"object": "list", "data": [model]})
             else:
                 self.answer(200, metrics or exported())
 
         def do_POST(self):  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if refuses and (why := refuses(body)):
+            if refuses and (why := refuses(self.path)):
                 self.answer_json({"error": {"message": why}}, 400)
                 return
-            bodies.append(body)
-            choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
-            usage = {"prompt_tokens": 1, "completion_tokens": TOKENS, "total_tokens": TOKENS + 1}
-            answer = {"id": "1", "object": "text_completion", "created": 0, "model": "m"}
+            requests.append((self.path, body))
+            length = min(body["max_tokens"], TOKENS)
+            usage = {"prompt_tokens": 1, "completion_tokens": length, "total_tokens": length + 1}
+            choice = {"index": 0, "finish_reason": "length", "logprobs": None}
+            if self.path == CHAT:
+                kind = "chat.completion"
+                choice["message"] = {"role": "assistant", "content": None}
+            else:
+                kind = "text_completion"
+                choice["text"] = "x"
+            answer = {"id": "1", "object": kind, "created": 0, "model": "m"}
             answer |= {"choices": [choice], "usage": usage}
             if report is not None:
-                sampled = {} if "temperature" in body else drafts
-                greedy = report(body["vllm_xargs"]) if callable(report) else report
-                answer["metrics"] = {"mars": [greedy | sampled]}
+                in_force = report(body["vllm_xargs"]) if callable(report) else report
+                answer["metrics"] = {"mars": [in_force | drafts]}
             self.answer_json(answer)
 
     with answering(Server) as address:
-        yield address, bodies
-
-
-def report_of(**rule):
-    return {**rule, "num_relaxed_tokens": 0, "relaxed_positions": [], "loss_nats": []}
+        yield address, requests
 
 
 @pytest.mark.parametrize("rule", [{"theta": 0.9}, {"max_loss": 0.02}])
 def test_a_server_that_gains(capsys, rule):
-    with server(GAINS, report_of(**rule)) as (address, bodies):
+    with server(GAINS, rule) as (address, requests):
         assert main(["doctor", address]) == 0
-    # The first answer suffices; the second request finds out whether requests are sampled.
-    assert len(bodies) == 2
-    assert bodies[0]["vllm_xargs"] == {"mars_return": True}
+    # The first request is for the report. The first answer suffices.
+    (path, first), (_, second) = requests
+    assert path == CHAT
+    assert first.keys() == {"model", "messages", "max_tokens", "vllm_xargs"}
+    assert first["vllm_xargs"] == {"mars_return": True}
+    # An answer has time to think, within the server's context.
+    assert (first.pop("max_tokens"), second.pop("max_tokens")) == (1, 1000)
+    assert first == second
     lines = " ".join(capsys.readouterr().out.split())
     ((name, value),) = rule.items()
     since = "since its start: 7 tokens, of which MARS gained 71.4%, at a loss of 0.7143 nats per"
     assert f"ok {since}" in lines
     assert f"ok in force: {name} {value}, lossy" in lines
     allowed = " of the 0.02 allowed" if "max_loss" in rule else ""
-    spent = f"and lost 0.0050 nats per token{allowed}"
-    assert f"ok gained 2.5 draft tokens at 20 verified positions within 48 tokens, {spent}" in lines
+    where = "at 20 verified positions (stayed strict: protected 1) within 49 tokens"
+    lost = f"and lost 0.0049 nats per token{allowed}"
+    assert f"ok gained 2.5 draft tokens {where}, {lost}" in lines
     assert lines.endswith("all is well")
 
 
@@ -113,17 +125,17 @@ def test_late_counts_are_waited_for(monkeypatch):
             return read(url, timeout)
 
     monkeypatch.setattr(doctor, "totals", late)
-    with server(GAINS, report_of(theta=0.9)) as (address, bodies):
+    with server(GAINS, {"theta": 0.9}) as (address, requests):
         *_, verdict, _ = findings_at(address)
-    assert len(bodies) == 2 and verdict.state == "ok"
+    assert len(requests) == 2 and verdict.state == "ok"
     assert "gained 2.0 draft tokens" in verdict.text
 
 
 def test_a_server_that_is_strict(capsys):
     for rule in ({"theta": 1.0}, {"price": 0.0}):
-        with server({"verified": 20}, report_of(**rule)) as (address, bodies):
+        with server({"verified": 20}, rule) as (address, requests):
             assert main(["doctor", address]) == 0
-        assert len(bodies) == 1
+        assert len(requests) == 1
         assert "which is strict by choice" in capsys.readouterr().out
 
 
@@ -133,41 +145,69 @@ def test_a_server_that_is_lossy_on_request(capsys, is_overridden):
 
     def report(xargs):
         is_lossy = option in xargs and not is_overridden
-        return report_of(**({"max_loss": xargs[option]} if is_lossy else {"price": 0.0}))
+        return {"max_loss": xargs[option]} if is_lossy else {"price": 0.0}
 
-    with server(GAINS, report, info=[f"{ALLOWED} {limit}"]) as (address, bodies):
+    with server(GAINS, report, info=[f"{ALLOWED} {limit}"]) as (address, requests):
         assert main(["doctor", address]) == 0
     lines = " ".join(capsys.readouterr().out.split())
     assert "which is strict by choice" in lines
-    assert bodies[1]["vllm_xargs"] == {"mars_return": True, option: limit}
+    assert requests[1][1]["vllm_xargs"] == {"mars_return": True, option: limit}
     assert (f"ok a request may ask for {option} {limit}, lossy" in lines) != is_overridden
     # Gains of other requests are not reported then.
-    assert ("gained 5.0 draft tokens" in lines) != is_overridden
+    assert ("gained 2.5 draft tokens" in lines) != is_overridden
 
 
 @pytest.mark.parametrize(
     ("increase", "message"),
     [
-        ({}, "no draft was verified: the draft method proposes nothing"),
+        ({}, "within 193 tokens no draft was verified: the draft method proposes nothing"),
         (
-            {"verified": 9, "relaxable": 2},
-            "within 192 tokens nothing was gained at 8 verified positions; refusals: none: the",
+            {"verified": 9, "relaxable": 2, "gained": 0.2},
+            "gained 0.8 draft tokens at 8 verified positions (stayed strict: none) within 193 "
+            "tokens: where it was not refused, the rule is almost strict",
         ),
         (
             {"verified": 9, "relaxable": 2, "refused": {"protected": 1, "loss": 0}},
-            "nothing was gained at 8 verified positions; refusals: protected 4.",
+            "gained 0.0 draft tokens at 8 verified positions (stayed strict: protected 4) within",
+        ),
+        (
+            {"verified": 9, "relaxable": 9, "refused": {"scope": 7}},
+            "(stayed strict: scope 28) within 193 tokens: mars_scope keeps a part of each",
         ),
     ],
 )
 def test_a_server_that_gains_nothing(monkeypatch, increase, message):
     prompts = doctor.load_prompts()
     monkeypatch.setattr(doctor, "load_prompts", lambda: prompts[:4])
-    with server(increase, report_of(price=0.5)) as (address, bodies):
+    with server(increase, {"price": 0.5, "scope": "answer"}) as (address, requests):
         *others, verdict, _ = findings_at(address)
-    assert len(bodies) == 5
+    assert len(requests) == 5
     assert {finding.state for finding in others} == {"ok"}
+    assert others[-1].text == "in force: price 0.5, mars_scope answer, lossy"
     assert verdict.state == "fault"
     assert message in verdict.text
+
+
+def test_long_answers_without_a_gain_end_the_test(monkeypatch):
+    """A model that thinks at length would take many minutes."""
+    monkeypatch.setattr(doctor, "PROBE_TOKENS", 2 * TOKENS)
+    with server({"verified": 9, "relaxable": 9}, {"price": 0.5}) as (address, requests):
+        *_, verdict, _ = findings_at(address)
+    assert len(requests) == 3 and verdict.state == "fault"
+
+
+def test_completions_are_tested_without_a_chat_template():
+    reason = "default chat template is no longer allowed"
+
+    def refuses(path):
+        return path == CHAT and reason
+
+    with server(GAINS, {"price": 0.5}, refuses=refuses) as (address, requests):
+        texts = {finding.state: finding.text for finding in findings_at(address)}
+    assert "completions, not chat, are tested: " in texts["note"] and reason in texts["note"]
+    assert "fault" not in texts
+    prompt = doctor.load_prompts()[0].turns[0]
+    assert [(path, body["prompt"]) for path, body in requests] == [(COMPLETION, prompt)] * 2
 
 
 @pytest.mark.parametrize(
@@ -178,23 +218,19 @@ def test_a_server_that_gains_nothing(monkeypatch, increase, message):
     ],
 )
 def test_draft_sample_method(method, state, text):
-    with server(GAINS, report_of(price=0.3), draft_sample_method=method) as (address, bodies):
+    with server(GAINS, {"price": 0.3}, draft_sample_method=method) as (address, _):
         *_, verdict, drafts = findings_at(address)
-    assert verdict.state == "ok" and "temperature" not in bodies[-1]
+    assert verdict.state == "ok"
     assert drafts.state == state and text in drafts.text
 
 
 def test_sampling_defaults_that_vllm_refuses():
     """A min_p in the model's generation_config.json applies to sampled requests."""
     reason = "The min_p and logit_bias sampling parameters are not yet supported with speculative"
-
-    def refuses(body):
-        return "temperature" not in body and reason
-
-    with server(GAINS, report_of(price=0.3), refuses=refuses) as (address, _):
-        *_, verdict, last = findings_at(address)
-    assert verdict.state == "ok" and last.state == "fault"
-    assert "a request that gives no temperature was refused: " in last.text and reason in last.text
+    with server(GAINS, {"price": 0.3}, refuses=lambda _: reason) as (address, _):
+        *_, last = findings_at(address)
+    assert last.state == "fault"
+    assert "a request failed: " in last.text and reason in last.text
     way_out = """start the server with --override-generation-config '{"min_p": 0}'."""
     assert last.text.endswith(way_out)
 

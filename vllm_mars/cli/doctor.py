@@ -35,8 +35,9 @@ from vllm_mars.servers.scrape import (
 NEEDED = ()
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN = "mars"
-PROBE_TOKENS = 48
-REQUEST_TIMEOUT = 120.0
+# Limit of one answer, so that a model can think and then answer, and of all before the last one.
+PROBE_TOKENS = 2048
+REQUEST_TIMEOUT = 600.0
 METRICS_TIMEOUT = 5.0
 
 State = Literal["ok", "note", "fault"]
@@ -68,8 +69,8 @@ def add_parser(commands: Any) -> None:
         help="check the install, or whether a running server really relaxes",
         description="Without URL: whether vLLM, this package and its plugin fit together here. "
         "With URL: whether the server there verifies by the margin, by which rule, and, with a few "
-        "short requests, whether it relaxes tokens. Exit status 0 if all is well, 1 if something "
-        "is wrong or could not be shown.",
+        "questions, whether it relaxes tokens. Exit status 0 if all is well, 1 if something is "
+        "wrong or could not be shown.",
     )
     parser.add_argument("url", nargs="?", metavar="URL",
         help="a server, such as http://localhost:8000; its API key is taken from "
@@ -184,6 +185,8 @@ class _Probe:
         api_key = os.environ.get("OPENAI_API_KEY", "none")
         base_url = metrics_url.removesuffix("/metrics")
         self._client = openai_client(base_url, REQUEST_TIMEOUT, api_key)
+        # Why the server refuses chat, if it does, such as for want of a chat template.
+        self._no_chat = ""
 
     def spent(self) -> Finding:
         """Reports the gain and the loss of the server's answers before this probe."""
@@ -199,36 +202,36 @@ class _Probe:
         )
 
     def findings(self) -> Iterator[Finding]:
-        """Sends one prompt after another until the rule has gained something."""
-        tokens = 0
-        report = None
-        for number, prompt in enumerate(load_prompts()):
-            report, num_tokens = self._complete(prompt.turns[0])
+        """Sends one prompt after another until the rule has gained a token."""
+        prompts = [prompt.turns[0] for prompt in load_prompts()]
+        report, tokens = self._ask(prompts[0], max_tokens=1)
+        if report is None:
+            raise RuntimeError(
+                "the answer lacks mars_return's report, though it was asked for: the "
+                "server that answers is not the one whose metrics were read."
+            )
+        if self._no_chat:
+            yield Finding("note", f"completions, not chat, are tested: {self._no_chat}")
+        yield _rule(report)
+        if _is_strict(report):
+            self._bound = self._loosest_bound()
+            if not self._bound:
+                return
+            report, num_tokens = self._ask(prompts[0], max_tokens=1)
             tokens += num_tokens
-            if number == 0:
-                if report is None:
-                    raise RuntimeError(
-                        "the answer lacks mars_return's report, though it was asked for: the "
-                        "server that answers is not the one whose metrics were read."
-                    )
-                yield _rule(report)
-                if _is_strict(report):
-                    self._bound = self._loosest_bound()
-                    if not self._bound:
-                        return
-                    report, num_tokens = self._complete(prompt.turns[0])
-                    tokens += num_tokens
-                    # An overrides file may force strict verification.
-                    if report is None or _is_strict(report):
-                        return
-                    (bound,) = (f"{option} {value:g}" for option, value in self._bound.items())
-                    yield Finding("ok", f"a request may ask for {bound}, lossy")
-            if _total(self._increase(tokens), GAINED):
+            # An overrides file may force strict verification.
+            if report is None or _is_strict(report):
+                return
+            (bound,) = (f"{option} {value:g}" for option, value in self._bound.items())
+            yield Finding("ok", f"a request may ask for {bound}, lossy")
+        for prompt in prompts:
+            tokens += self._ask(prompt)[1]
+            increase = self._increase(tokens)
+            if _total(increase, GAINED) >= 1 or tokens >= PROBE_TOKENS:
                 break
-        yield _verdict(self._increase(tokens), tokens, report or {})
-        # Without a temperature vLLM uses the model's default, which is seldom 0.
-        report, _ = self._complete(prompt.turns[0], max_tokens=1, temperature=None)
-        method = (report or {}).get("draft_sample_method")
+        yield _verdict(increase, tokens, report)
+        # Requests that give no temperature have the model's default, which is seldom 0.
+        method = report.get("draft_sample_method")
         if method == "greedy":
             yield Finding("note", _FIXED_DRAFTS)
         elif method is not None:
@@ -240,38 +243,36 @@ class _Probe:
         allowed = max((value for name, value in named if name == ALLOWED), default=0.0)
         return {"mars_max_loss": allowed} if allowed else {}
 
-    def _complete(
-        self, prompt: str, max_tokens: int = PROBE_TOKENS, temperature: float | None = 0.0
+    def _ask(
+        self, prompt: str, max_tokens: int = PROBE_TOKENS
     ) -> tuple[dict[str, Any] | None, int]:
-        """Requests an answer; returns its report of verification and its number of tokens."""
+        """Asks as users do; returns mars_return's report and the number of tokens."""
         import openai
 
-        sampling = {} if temperature is None else {"temperature": temperature}
         try:
-            model = self._client.models.list().data[0].id
-            answer = self._client.completions.create(
-                model=model,
-                prompt=prompt,
-                max_tokens=max_tokens,
-                extra_body={
-                    "ignore_eos": True,
-                    "vllm_xargs": {"mars_return": True, **self._bound},
-                    **sampling,
-                },
-            )
+            model = self._client.models.list().data[0]
+            # vLLM refuses more tokens than its context has.
+            context = (model.model_extra or {}).get("max_model_len") or max_tokens
+            body: dict[str, Any] = {
+                "model": model.id,
+                "max_tokens": min(max_tokens, context),
+                "extra_body": {"vllm_xargs": {"mars_return": True, **self._bound}},
+            }
+            try:
+                messages: Any = [{"role": "user", "content": prompt}]
+                answer: Any = self._client.chat.completions.create(messages=messages, **body)
+            except openai.BadRequestError as error:
+                self._no_chat = str(error)
+                answer = self._client.completions.create(prompt=prompt, **body)
         except openai.OpenAIError as error:
-            if temperature is None and isinstance(error, openai.BadRequestError):
-                reason = str(error).rstrip(".")
-                raise RuntimeError(
-                    f"a request that gives no temperature was refused: {reason}; it has the "
-                    "defaults of the model's generation_config.json, and vLLM takes no min_p "
-                    "beside speculation: start the server with --override-generation-config "
+            way_out = "give the address of a server for text, and its API key in OPENAI_API_KEY."
+            if "min_p" in str(error):
+                way_out = (
+                    "vLLM takes no min_p with speculation, and requests have that of the model's "
+                    "generation_config.json: start the server with --override-generation-config "
                     "'{\"min_p\": 0}'."
-                ) from error
-            raise RuntimeError(
-                f"a request failed: {error}; give the address of a server for text, and its API "
-                "key in OPENAI_API_KEY."
-            ) from error
+                )
+            raise RuntimeError(f"a request failed: {str(error).rstrip('.')}; {way_out}") from error
         metrics = (answer.model_extra or {}).get("metrics") or {}
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return next(iter(metrics.get("mars") or ()), None), tokens
@@ -280,13 +281,15 @@ class _Probe:
         """Returns the increase of the metrics since the start, once they include these tokens."""
         # The counts of verification come later: a GPU reports them about once a second.
         deadline = time.monotonic() + METRICS_TIMEOUT
+        last = 0.0
         while True:
             now = _read(self._metrics_url)
             increase = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
             has_tokens = _total(increase, GENERATED_TOKENS) >= tokens
-            is_complete = has_tokens and _total(increase, VERIFIED) > 0
-            if is_complete or time.monotonic() > deadline:
+            verified = _total(increase, VERIFIED)
+            if (has_tokens and 0 < verified == last) or time.monotonic() > deadline:
                 return increase
+            last = verified
             time.sleep(0.1)
 
 
@@ -333,6 +336,8 @@ def _is_strict(report: dict[str, Any]) -> bool:
 def _rule(report: dict[str, Any]) -> Finding:
     """Reports the rule in force for a request with default options."""
     (rule,) = (f"{name} {report[name]:g}" for name in (*RULES, "max_loss") if name in report)
+    if "scope" in report:
+        rule += f", mars_scope {report['scope']}"
     if _is_strict(report):
         return Finding(
             "note",
@@ -343,27 +348,27 @@ def _rule(report: dict[str, Any]) -> Finding:
 
 
 def _verdict(increase: Mapping[str, float], tokens: int, report: Mapping[str, Any]) -> Finding:
-    """Reports whether the rule gained anything, and if not, why."""
+    """Reports whether the rule gained a token, and if not, why."""
     gained = _total(increase, GAINED)
     verified = _total(increase, RELAXABLE)
-    if gained:
-        allowed = f" of the {report['max_loss']:g} allowed" if "max_loss" in report else ""
-        return Finding(
-            "ok",
-            f"gained {gained:.1f} draft tokens at {verified:.0f} verified positions within "
-            f"{tokens} tokens, and lost {_total(increase, LOST_NATS) / tokens:.4f} nats per "
-            f"token{allowed}",
-        )
     if not verified:
-        problem = (
-            "no draft was verified: the draft method proposes nothing for these prompts, so "
-            "neither speculation nor MARS has any effect."
+        return _fault(
+            f"within {tokens} tokens no draft was verified: the draft method proposes nothing for "
+            "these prompts, so neither speculation nor MARS has any effect."
         )
-    else:
-        refused = {key.split('"')[1]: n for key, n in increase.items() if key.startswith(REFUSED)}
-        reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
-        problem = (
-            f"nothing was gained at {verified:.0f} verified positions; refusals: "
-            f"{reasons or 'none: the rule is almost strict for this model'}."
+    refused = {key.split('"')[1]: n for key, n in increase.items() if key.startswith(REFUSED)}
+    reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in refused.items() if count)
+    found = (
+        f"gained {gained:.1f} draft tokens at {verified:.0f} verified positions (stayed strict: "
+        f"{reasons or 'none'}) within {tokens} tokens"
+    )
+    if gained >= 1:
+        allowed = f" of the {report['max_loss']:g} allowed" if "max_loss" in report else ""
+        lost = _total(increase, LOST_NATS) / tokens
+        return Finding("ok", f"{found}, and lost {lost:.4f} nats per token{allowed}")
+    if refused.get("scope"):
+        return _fault(
+            f"{found}: mars_scope keeps a part of each answer strict, perhaps most of these. See "
+            "the gain since the server's start after real requests."
         )
-    return _fault(f"within {tokens} tokens {problem}")
+    return _fault(f"{found}: where it was not refused, the rule is almost strict for this model.")
