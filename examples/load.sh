@@ -3,6 +3,7 @@
 #
 #   examples/load.sh http://localhost:8000                             # 32 packaged prompts, 4 at a time
 #   examples/load.sh http://localhost:8000 --max-concurrency 64 ...    # options of `vllm bench serve`
+#   examples/load.sh http://localhost:8000 --header "Authorization=Bearer $OPENAI_API_KEY"
 #
 # It needs `make install`. It measures the server's setting, or the bound MAX_LOSS, and prints which
 # (lossy.py). In the two tables compare:
