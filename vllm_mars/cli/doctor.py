@@ -10,7 +10,7 @@ import os
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 from vllm_mars.hooks.compat import check_interfaces
@@ -243,6 +243,10 @@ class _Probe:
         allowed = max((value for name, value in named if name == ALLOWED), default=0.0)
         return {"mars_max_loss": allowed} if allowed else {}
 
+    @cached_property
+    def _model(self) -> Any:
+        return self._client.models.list().data[0]
+
     def _ask(
         self, prompt: str, max_tokens: int = PROBE_TOKENS
     ) -> tuple[dict[str, Any] | None, int]:
@@ -250,7 +254,7 @@ class _Probe:
         import openai
 
         try:
-            model = self._client.models.list().data[0]
+            model = self._model
             # vLLM refuses more tokens than its context has.
             context = (model.model_extra or {}).get("max_model_len") or max_tokens
             body: dict[str, Any] = {
