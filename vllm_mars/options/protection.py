@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 # Tool and thinking markers such as <tool_call> or [/THINK] are often added tokens without the
 # tokenizer's special flag. Added tokens of any other form, such as runs of spaces, are text.
 _MARKER = re.compile(r"[<\[].*[>\]]", re.DOTALL)
-# Draft models start more comments and docstrings than their targets, which makes code longer.
+# A draft model can prefer comments and docstrings, which would make relaxed code longer.
 # In a vocabulary Ġ, Ċ, ĉ and č are white space of byte-level BPE, and ▁ is SentencePiece's space.
 _COMMENT = re.compile(r"""[\sĠĊĉč▁]*(#{1,3}|//|/\*\*?|<!--|\"{3}|'{3})[\sĠĊĉč▁]*""")
 
@@ -37,11 +37,11 @@ def protected_token_ids(config: MarsConfig, vllm_config: "VllmConfig") -> list[i
         if source is not None:
             ids.update(source if isinstance(source, list | tuple) else [source])
     if not config.rule.outright:
-        ids |= comment_openers(model_config)
+        ids |= _comment_openers(model_config)
     return sorted(ids)
 
 
-def comment_openers(model_config: "ModelConfig") -> set[int]:
+def _comment_openers(model_config: "ModelConfig") -> set[int]:
     """Returns the ids of tokens such as ` #` and `//` that open a comment or docstring."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
